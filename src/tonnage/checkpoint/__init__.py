@@ -1,0 +1,1 @@
+"""What is in a checkpoint: headers, index, config and inventory. Only ``io`` and the sources open anything."""

@@ -1,0 +1,366 @@
+"""Which storage format a quantised checkpoint's config states for which module.
+
+``quantization_config`` (config.json, outer or inside ``text_config``) and ``hf_quant_config.json`` become one
+:class:`QuantScheme`: an ordered list of name patterns with a format each. Where real headers exist they are the truth
+(:mod:`tonnage.checkpoint.recognise`); the scheme is what a config alone promises.
+
+Sources:
+    compressed-tensors 0.20.0 (config groups, targets, ignore), nvidia-modelopt 0.47.0 (quant_algo, exclude_modules,
+    quantized_layers), vLLM 0.32.0 ``model_executor/layers/quantization`` for how names are matched.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import translate
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from tonnage.errors import ConfigError, Problem
+from tonnage.formats import quantized as q
+from tonnage.formats.storage import StorageFormat, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+Kind = Literal["linear", "expert", "head"]
+"""What the config's rules tell apart: linear layers, routed experts, the output head."""
+
+PLAIN = plain()
+_WHERE = "quantization_config"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantScheme:
+    """Formats by module name, first match wins.
+
+    Attributes:
+        method: ``quant_method`` as written, lower case; ``none`` without quantisation.
+        rules: Pairs of a name test and a format.
+        kv_scales: The config declares a quantised KV cache, so attention layers carry scale scalars.
+        notes: What was ignored, and why.
+        rates_unknown: Formats differ by tensor in a way only headers or ``quantization_config.json`` tell (EXL3).
+    """
+
+    method: str = "none"
+    rules: tuple[tuple[Callable[[str, Kind], bool], StorageFormat], ...] = ()
+    kv_scales: bool = False
+    notes: tuple[str, ...] = ()
+    rates_unknown: bool = False
+
+    def format_of(self, name: str, kind: Kind) -> StorageFormat:
+        """Return the format the config states for a module, ``plain`` where it states none."""
+        for matches, fmt in self.rules:
+            if matches(name, kind):
+                return fmt
+        return PLAIN
+
+
+UNQUANTIZED = QuantScheme()
+
+
+def parse_quantization(
+    config: Mapping[str, Any], hf_quant: Mapping[str, Any] | None = None, *, dialect: str = ""
+) -> QuantScheme:
+    """Return the scheme of a checkpoint.
+
+    Args:
+        config: config.json.
+        hf_quant: hf_quant_config.json, if the directory has one.
+        dialect: Family-specific spelling: ``deepseek_v4`` stores ``.scale`` in F8_E8M0 and FP4 experts.
+
+    Raises:
+        ConfigError: The method, algorithm or a parameter is unknown here.
+    """
+    text = config.get("text_config")
+    stated = config.get("quantization_config")
+    if stated is None and isinstance(text, dict):
+        stated = text.get("quantization_config")
+    if stated is None:
+        return _from_hf_quant(hf_quant) if hf_quant else UNQUANTIZED
+    if not isinstance(stated, dict):
+        raise _refusal("not an object", "an object", type(stated).__name__)
+    if "quant_method" not in stated:
+        return QuantScheme(
+            notes=("quantization_config names no quant_method: engines ignore it, and so does this plan",)
+        )
+    method = str(stated["quant_method"]).lower()
+    if dialect == "deepseek_v4" and method == "fp8":
+        return _deepseek_v4(stated, str(config.get("expert_dtype", "fp8")))
+    parser = _METHODS.get(method)
+    if parser is None:
+        raise _refusal("unknown quant_method", ", ".join(sorted(_METHODS)), method)
+    return parser(stated)
+
+
+def _from_hf_quant(hf_quant: Mapping[str, Any]) -> QuantScheme:
+    producer = hf_quant.get("producer")
+    if not isinstance(producer, dict) or producer.get("name") != "modelopt":
+        return QuantScheme(
+            notes=("hf_quant_config.json names no producer modelopt: engines ignore it, and so does this plan",)
+        )
+    inner = hf_quant.get("quantization")
+    if not isinstance(inner, dict):
+        raise ConfigError(Problem(where="hf_quant_config.json", what="no quantization object"))
+    return _modelopt({**inner, "quant_method": "modelopt"})
+
+
+# --- methods -----------------------------------------------------------------------------------------------------------
+
+
+def _fp8(stated: Mapping[str, Any]) -> QuantScheme:
+    static = stated.get("activation_scheme") == "static"
+    block = stated.get("weight_block_size")
+    fmt = q.fp8_tensor(input_scale=static) if block is None else q.fp8_block(*_pair(block))
+    ignored = _names(stated, "ignored_layers") or _names(stated, "modules_to_not_convert")
+    return QuantScheme(
+        method="fp8", rules=((_component_match(ignored), PLAIN), (_not_head, fmt)), kv_scales=_has_kv_scheme(stated)
+    )
+
+
+def _mxfp8_native(stated: Mapping[str, Any]) -> QuantScheme:
+    ignored = _names(stated, "ignored_layers") or _names(stated, "modules_to_not_convert")
+    fmt = q.mxfp8(scale_suffix=".weight_scale_inv")
+    return QuantScheme(method="mxfp8", rules=((_component_match(ignored), PLAIN), (_not_head, fmt)))
+
+
+def _mxfp4_experts(stated: Mapping[str, Any]) -> QuantScheme:
+    fmt = q.mxfp4(codes_suffix="_blocks", scale_suffix="_scales")
+    return QuantScheme(method="mxfp4", rules=((lambda _name, kind: kind == "expert", fmt),))
+
+
+def _compressed_tensors(stated: Mapping[str, Any]) -> QuantScheme:
+    groups = stated.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise _refusal("no config_groups", "at least one group", str(groups))
+    rules: list[tuple[Callable[[str, Kind], bool], StorageFormat]] = [(_ct_match(_names(stated, "ignore")), PLAIN)]
+    for key, group in groups.items():
+        fmt = _ct_format(group, str(group.get("format") or stated.get("format") or ""), key)
+        targets = _names(group, "targets")
+        exact = tuple(t for t in targets if t != "Linear")
+        if "Linear" in targets:
+            rules.append((_not_head, fmt))
+        if exact:
+            rules.append((_ct_match(exact), fmt))
+    return QuantScheme(method="compressed-tensors", rules=tuple(rules), kv_scales=_has_kv_scheme(stated))
+
+
+def _ct_format(group: Mapping[str, Any], fmt: str, key: str) -> StorageFormat:
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
+        raise _refusal(f"{key}: no weights", "an object", str(weights))
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
+    size = weights.get("group_size")
+    acts = group.get("input_activations")
+    static = isinstance(acts, dict) and acts.get("dynamic") is False
+    if (bits, kind) == (8, "float"):
+        if strategy == "tensor":
+            return q.fp8_tensor(input_scale=static)
+        if strategy == "channel":
+            return q.fp8_channel()
+        if strategy == "block":
+            return q.fp8_block(*_pair(weights.get("block_structure")), suffix=".weight_scale")
+        if strategy == "group" and size == q.MX_BLOCK:
+            return q.mxfp8()
+    if (bits, kind) == (4, "float"):
+        if size == q.NVFP4_BLOCK:
+            return q.nvfp4("compressed-tensors", input_scale=isinstance(acts, dict))
+        if size == q.MX_BLOCK and "mxfp4" in fmt:
+            return q.mxfp4()
+    if kind == "int" and isinstance(bits, int) and fmt == "pack-quantized" and strategy == "group":
+        return q.int_packed(bits, _positive(size), symmetric=bool(weights.get("symmetric", True)))
+    raise _refusal(
+        f"{key}: unknown weights",
+        "fp8 tensor, channel or block; mxfp8; mxfp4; nvfp4; int pack-quantized by group",
+        f"num_bits {bits}, type {kind}, strategy {strategy}, group_size {size}, format {fmt}",
+    )
+
+
+def _modelopt(stated: Mapping[str, Any]) -> QuantScheme:
+    algo = str(stated.get("quant_algo", "")).upper()
+    excluded = _modelopt_exclude(_names(stated, "exclude_modules") or _names(stated, "ignore"))
+    kv_scales = bool(stated.get("kv_cache_quant_algo") or stated.get("kv_cache_scheme"))
+    if algo == "MIXED_PRECISION":
+        layers = stated.get("quantized_layers")
+        if not isinstance(layers, dict):
+            raise _refusal("MIXED_PRECISION without quantized_layers", "an object", str(type(layers).__name__))
+        by_format: dict[StorageFormat, list[str]] = {}
+        for name, facts in layers.items():
+            by_format.setdefault(_modelopt_format(facts if isinstance(facts, dict) else {}), []).append(name)
+        rules = [(excluded, PLAIN)]
+        rules += [(_listed(frozenset(names)), fmt) for fmt, names in by_format.items()]
+        return QuantScheme(method="modelopt", rules=tuple(rules), kv_scales=kv_scales)
+    return QuantScheme(
+        method="modelopt", rules=((excluded, PLAIN), (_everything, _modelopt_format(stated))), kv_scales=kv_scales
+    )
+
+
+def _modelopt_format(facts: Mapping[str, Any]) -> StorageFormat:
+    algo = str(facts.get("quant_algo", "")).upper()
+    if algo == "FP8":
+        return q.fp8_tensor(input_scale=True)
+    if algo == "FP8_PER_CHANNEL_PER_TOKEN":
+        return q.fp8_channel(scale_dtype="F32")
+    if algo in ("FP8_PB_WO", "FP8_BLOCK_SCALES"):
+        return q.fp8_block(128, 128, suffix=".weight_scale")
+    if algo in ("NVFP4", "W4A16_NVFP4"):
+        return q.nvfp4("modelopt", input_scale=algo == "NVFP4")
+    if algo == "MXFP8":
+        return q.mxfp8()
+    raise _refusal(
+        "unknown quant_algo",
+        "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4, MXFP8, MIXED_PRECISION",
+        algo,
+    )
+
+
+def _gptq(stated: Mapping[str, Any]) -> QuantScheme:
+    fmt = q.gptq(_positive(stated.get("bits")), _positive(stated.get("group_size")))
+    return _auto(stated, "gptq", fmt)
+
+
+def _awq(stated: Mapping[str, Any]) -> QuantScheme:
+    fmt = q.awq(
+        _positive(stated.get("bits", stated.get("w_bit"))),
+        _positive(stated.get("group_size", stated.get("q_group_size"))),
+    )
+    return _auto(stated, "awq", fmt)
+
+
+def _auto(stated: Mapping[str, Any], method: str, fmt: StorageFormat) -> QuantScheme:
+    ignored = _component_match(_names(stated, "modules_to_not_convert"))
+    test = _everything if stated.get("lm_head") is True else _not_head
+    return QuantScheme(method=method, rules=((ignored, PLAIN), (test, fmt)))
+
+
+def _exl3(stated: Mapping[str, Any]) -> QuantScheme:
+    """EXL3 keeps one rate per tensor; a config only says the average, so the formats come from headers."""
+    return QuantScheme(method="exl3", rates_unknown=True)
+
+
+def _deepseek_v4(stated: Mapping[str, Any], expert_dtype: str) -> QuantScheme:
+    block = q.fp8_block(*_pair(stated.get("weight_block_size")), scale_dtype="F8_E8M0", suffix=".scale")
+    if str(stated.get("moe_quant_algo", "")).upper() == "NVFP4":
+        experts = q.nvfp4("modelopt", input_scale=True)
+    elif expert_dtype == "fp4":
+        experts = q.mxfp4(codes_suffix=".weight", scale_suffix=".scale")
+    elif expert_dtype == "fp8":
+        experts = block
+    else:
+        raise _refusal("unknown expert_dtype", "fp4 or fp8", expert_dtype)
+    return QuantScheme(method="fp8", rules=((lambda _name, kind: kind == "expert", experts), (_not_head, block)))
+
+
+_METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantScheme]] = {
+    "fp8": _fp8,
+    "mxfp8": _mxfp8_native,
+    "mxfp4": _mxfp4_experts,
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "modelopt_mixed": _modelopt,
+    "gptq": _gptq,
+    "awq": _awq,
+    "exl3": _exl3,
+}
+
+
+# --- name tests --------------------------------------------------------------------------------------------------------
+
+
+def _everything(_name: str, _kind: Kind) -> bool:
+    return True
+
+
+def _not_head(_name: str, kind: Kind) -> bool:
+    return kind != "head"
+
+
+def _listed(names: frozenset[str]) -> Callable[[str, Kind], bool]:
+    """The module itself or its parent (one entry for all experts of a layer) is listed."""
+
+    def test(name: str, _kind: Kind) -> bool:
+        while name:
+            if name in names:
+                return True
+            name = name.rpartition(".")[0]
+        return False
+
+    return test
+
+
+def _component_match(ignored: Iterable[str]) -> Callable[[str, Kind], bool]:
+    """An entry names the module whole, a parent of it, or path components inside it."""
+    wrapped = tuple(f".{entry}." for entry in ignored)
+
+    def test(name: str, _kind: Kind) -> bool:
+        return any(entry in f".{name}." for entry in wrapped)
+
+    return test
+
+
+def _ct_match(entries: Iterable[str]) -> Callable[[str, Kind], bool]:
+    """compressed-tensors: an exact name, or ``re:`` and a regular expression matched from the start."""
+    exact = frozenset(e for e in entries if not e.startswith("re:"))
+    patterns = tuple(_regex(e[3:]) for e in entries if e.startswith("re:"))
+
+    def test(name: str, _kind: Kind) -> bool:
+        return name in exact or any(p.match(name) for p in patterns)
+
+    return test
+
+
+def _modelopt_exclude(entries: tuple[str, ...]) -> Callable[[str, Kind], bool]:
+    """modelopt: wildcards; an entry without one also matches as a substring, as vLLM reads it."""
+    literal = tuple(e for e in entries if "*" not in e)
+    exact = frozenset(literal)
+    wild = re.compile("|".join(translate(e) for e in entries if "*" in e) or r"(?!)")
+
+    def test(name: str, _kind: Kind) -> bool:
+        return name in exact or wild.match(name) is not None or any(e in name for e in literal)
+
+    return test
+
+
+@lru_cache(maxsize=1024)
+def _regex(text: str) -> re.Pattern[str]:
+    """Compile a pattern from a stranger's config; nested repetition, which can run away, is refused."""
+    if len(text) > 512 or re.search(r"[+*}]\)?[+*{]", text.replace("\\.", "")):
+        raise _refusal("pattern too costly", "a plain regular expression", text)
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise _refusal("not a regular expression", "a regular expression", f"{text}: {error}") from error
+
+
+# --- fields ------------------------------------------------------------------------------------------------------------
+
+
+def _names(stated: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = stated.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise _refusal(f"{key} is no list of names", "a list of strings", type(value).__name__)
+    return tuple(value)
+
+
+def _pair(value: object) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise _refusal("weight block is no pair", "two positive integers", repr(value))
+    return _positive(value[0]), _positive(value[1])
+
+
+def _positive(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 1 << 20:
+        raise _refusal("not a size", "a positive integer", repr(value))
+    return value
+
+
+def _has_kv_scheme(stated: Mapping[str, Any]) -> bool:
+    return bool(stated.get("kv_cache_scheme"))
+
+
+def _refusal(what: str, expected: str, found: str) -> ConfigError:
+    return ConfigError(Problem(where=_WHERE, what=what, expected=expected, found=found))

@@ -1,0 +1,122 @@
+"""Everything tonnage refuses, as one tree of exceptions.
+
+::
+
+    TonnageError                 exit code 2 unless stated
+    ├── UnitError                a size or number on the command line cannot be read
+    ├── CheckpointError          headers, index or files of a checkpoint are wrong
+    ├── ConfigError              config.json, hf_quant_config.json or a manifest is wrong
+    ├── RecipeError              a recipe is wrong, or an expression in it cannot be evaluated
+    ├── UnknownFamilyError       no recipe answers to this model type
+    ├── UnknownFormatError       a dtype or storage format has no rule here
+    ├── UnknownGpuError          a GPU name is not in the table
+    ├── PlacementError           a topology cannot work for these tensors
+    └── CreditError              a credit cannot be used or is outside its evidence
+
+A refusal carries every problem found, each on one line: where, what, expected, found. An answer that was asked for
+(a plan that does not fit) is a value, never an exception.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One fact that is not as it must be.
+
+    Attributes:
+        where: File, option or recipe the fact is in.
+        what: The rule that is broken, in a few words.
+        tensor: Name of the tensor concerned, if one is.
+        expected: What would have been accepted.
+        found: What was there.
+    """
+
+    where: str
+    what: str
+    tensor: str | None = None
+    expected: str | None = None
+    found: str | None = None
+
+    def __str__(self) -> str:
+        """Return the problem as one printable line."""
+        line = self.where if self.tensor is None else f"{self.where}: {self.tensor}"
+        line = f"{line}: {self.what}"
+        if self.expected is not None:
+            line += f"; expected {self.expected}"
+        if self.found is not None:
+            line += f"; found {self.found}"
+        return _one_line(line)
+
+
+class TonnageError(Exception):
+    """Base of all refusals; holds the problems, prints one per line."""
+
+    problems: tuple[Problem, ...]
+
+    def __init__(self, *problems: Problem) -> None:
+        """Keep the problems in the order they were found."""
+        super().__init__(*problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        """Return all problems, one per line."""
+        return "\n".join(str(problem) for problem in self.problems)
+
+
+class UnitError(TonnageError):
+    """A size or count cannot be read."""
+
+
+class CheckpointError(TonnageError):
+    """Headers, index or files of a checkpoint are wrong."""
+
+
+class ConfigError(TonnageError):
+    """A configuration file or manifest is wrong."""
+
+
+class RecipeError(TonnageError):
+    """A recipe is wrong, or cannot be evaluated for this config."""
+
+
+class UnknownFamilyError(TonnageError):
+    """No recipe answers to this model type."""
+
+
+class UnknownFormatError(TonnageError):
+    """A dtype or storage format has no rule here."""
+
+
+class UnknownGpuError(TonnageError):
+    """A GPU name is not in the table."""
+
+
+class PlacementError(TonnageError):
+    """A topology cannot work for these tensors."""
+
+
+class CreditError(TonnageError):
+    """A conversion credit cannot be used."""
+
+
+def raise_if_any(kind: type[TonnageError], problems: Iterable[Problem]) -> None:
+    """Raise ``kind`` with all problems if there is at least one."""
+    found = tuple(problems)
+    if found:
+        raise kind(*found)
+
+
+_LONGEST_LINE = 400
+
+
+def _one_line(text: str) -> str:
+    """Make text from a stranger's file printable on one line: control characters escaped, length bounded."""
+    printable = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+    return printable if len(printable) <= _LONGEST_LINE else printable[: _LONGEST_LINE - 3] + "..."

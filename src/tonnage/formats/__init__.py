@@ -1,0 +1,1 @@
+"""What bytes a tensor takes in a storage format, and where it may be cut."""

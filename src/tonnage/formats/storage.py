@@ -1,0 +1,133 @@
+"""What a storage format is: the tensors that stand for one logical linear weight, and where it may be cut.
+
+A format is data. Each of its parts names a stored tensor by suffix, its dtype, and for every stored axis which logical
+axis it walks (``out`` or ``in`` of a ``[out, in]`` weight) and how many logical elements one stored index covers. From
+that alone follow the stored shapes, the exact bytes, and what a cut of the logical weight means for every stored tensor.
+The formats themselves are in the sibling modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+from typing import Literal
+
+from tonnage.errors import Problem, UnknownFormatError
+from tonnage.formats.dtypes import payload_bytes
+
+Axis = Literal["out", "in", "stack", "none"]
+MODEL_DTYPE = "model"
+"""Stands for the dtype of the checkpoint's unquantised tensors until a config names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One stored axis.
+
+    Attributes:
+        axis: The logical axis it walks; ``stack`` for experts stored in one tensor, ``none`` for a constant extent.
+        per: Logical elements covered by one stored index; for ``none`` the extent itself.
+        ragged: The last index may cover fewer elements (ceiling instead of exact division).
+    """
+
+    axis: Axis
+    per: int = 1
+    ragged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stored tensor of a linear weight: suffix, dtype and stored axes in file order."""
+
+    suffix: str
+    dtype: str
+    dims: tuple[Dim, ...]
+    optional: bool = False
+
+    def carries(self, axis: Axis) -> bool:
+        """Whether a cut along the logical axis cuts this tensor; otherwise every rank holds it whole."""
+        return any(dim.axis == axis for dim in self.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageFormat:
+    """How a logical ``[out, in]`` weight is stored.
+
+    Attributes:
+        name: Lower-case name as printed and as written in plans, e.g. ``mxfp8_e4m3``.
+        parts: Stored tensors.
+        out_grain: Cuts along ``out`` fall on multiples of this many elements.
+        in_grain: Cuts along ``in`` fall on multiples of this many elements.
+        pads_to: Both logical extents are stored rounded up to a multiple of this (EXL3: 128).
+        bias_dtype: Dtype of a bias stored next to it; ``model`` unless the format fixes one.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    out_grain: int = 1
+    in_grain: int = 1
+    pads_to: int = 1
+    bias_dtype: str = MODEL_DTYPE
+
+    def __post_init__(self) -> None:
+        """Refuse a grain finer than what a stored index covers."""
+        for part in self.parts:
+            for dim in part.dims:
+                grain = {"out": self.out_grain, "in": self.in_grain}.get(dim.axis, dim.per)
+                if dim.per <= 0 or (grain % dim.per and not dim.ragged):
+                    raise ValueError(f"{self.name}{part.suffix}: cuts every {grain}, one index covers {dim.per}")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is one dense tensor of a plain dtype."""
+        return self.name == "plain"
+
+
+def plain(dtype: str = MODEL_DTYPE) -> StorageFormat:
+    """Return the format of an unquantised weight: one tensor, cut anywhere."""
+    return StorageFormat(name="plain", parts=(Part(".weight", dtype, (Dim("out"), Dim("in"))),))
+
+
+def stored_shape(part: Part, out: int, in_: int, *, where: str) -> tuple[int, ...]:
+    """Return the shape of one stored tensor for a logical ``[out, in]`` weight.
+
+    Raises:
+        UnknownFormatError: An extent is not a whole number of stored indices.
+    """
+    shape = []
+    for dim in part.dims:
+        if dim.axis == "none":
+            shape.append(dim.per)
+            continue
+        extent = out if dim.axis == "out" else in_
+        if extent % dim.per and not dim.ragged:
+            raise UnknownFormatError(
+                Problem(
+                    where=where,
+                    what=f"{dim.axis} extent is not whole in {part.suffix}",
+                    expected=f"a multiple of {dim.per}",
+                    found=str(extent),
+                )
+            )
+        shape.append(-(-extent // dim.per))
+    return tuple(shape)
+
+
+def stored_bytes(fmt: StorageFormat, out: int, in_: int, *, model_dtype: str, where: str = "weight") -> int:
+    """Return the exact payload bytes of one ``[out, in]`` weight in a format: codes, scales and markers, no header.
+
+    Raises:
+        UnknownFormatError: The extents do not suit the format.
+    """
+    out, in_ = -(-out // fmt.pads_to) * fmt.pads_to, -(-in_ // fmt.pads_to) * fmt.pads_to
+    return sum(
+        payload_bytes(
+            model_dtype if part.dtype == MODEL_DTYPE else part.dtype, stored_shape(part, out, in_, where=where)
+        )
+        for part in fmt.parts
+    )
+
+
+def joint_grain(*grains: int) -> int:
+    """Return the smallest cut step that suits all of them."""
+    return lcm(*grains) if grains else 1

@@ -1,0 +1,1 @@
+"""What else a rank holds beside weights, and what a GPU supplies."""

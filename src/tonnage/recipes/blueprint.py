@@ -1,0 +1,382 @@
+"""Recipe and config to modules with numbers: what the checkpoint must hold, before one header is read.
+
+A :class:`Module` is one rule on the layers where its numbers are equal. Its stored tensors follow from its storage format
+(:func:`stored_tensors`); a config alone gives the format the config states, headers give the real one
+(:mod:`tonnage.assignment`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+from tonnage.checkpoint.quant import PLAIN, Kind, QuantScheme, parse_quantization
+from tonnage.errors import ConfigError, Problem, RecipeError, TonnageError
+from tonnage.formats.dtypes import payload_bytes
+from tonnage.formats.storage import MODEL_DTYPE, Dim, Part, StorageFormat, stored_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tonnage.checkpoint.config import ModelConfig
+    from tonnage.recipes.schema import Extent, Recipe, Rule, Section
+
+MOST_INDICES = 1 << 20
+_INDEX = re.compile(r"\{([a-z_]+)\}")
+_HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Part of an axis: ``size`` elements in ``units`` indivisible units."""
+
+    size: int
+    units: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """One rule with its numbers, on the layers where they are equal.
+
+    Attributes:
+        rule: The recipe line.
+        section: The recipe file and its engine exceptions.
+        first: Values of the pattern's first index (layers, blocks); empty without one.
+        rest: Extents of the further indices (experts), as ranges.
+        out: Output axis; empty for a single tensor.
+        in_: Input axis.
+        shape: Axes of a single tensor.
+        stack: Experts in one tensor; 0 if not stacked.
+        bias: Whether ``NAME.bias`` exists.
+        fmt: Storage format the config states.
+        names: What its expressions were evaluated with, for those of the engines.
+    """
+
+    rule: Rule
+    section: Section
+    first: tuple[int, ...]
+    rest: tuple[range, ...]
+    out: tuple[Run, ...]
+    in_: tuple[Run, ...]
+    shape: tuple[tuple[Run, ...], ...]
+    stack: int
+    bias: bool
+    fmt: StorageFormat
+    names: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def layered(self) -> bool:
+        """Whether the first index is the decoder layer."""
+        return "{layer}" in self.rule.pattern
+
+    @property
+    def experts(self) -> int:
+        """Routed experts of one layer that have tensors of their own; 1 for everything else."""
+        names = _INDEX.findall(self.rule.pattern)
+        return len(self.rest[names.index("expert") - 1]) if "expert" in names else 1
+
+    @property
+    def copies(self) -> int:
+        """Instances for one value of the first index."""
+        return prod(len(r) for r in self.rest)
+
+    @property
+    def out_size(self) -> int:
+        """Logical outputs of a linear weight."""
+        return sum(run.size for run in self.out)
+
+    @property
+    def in_size(self) -> int:
+        """Logical inputs of a linear weight."""
+        return sum(run.size for run in self.in_)
+
+    @property
+    def kind(self) -> Kind:
+        """What quantisation rules see in it."""
+        if self.rule.role == "expert":
+            return "expert"
+        return "head" if self.rule.role == _HEAD else "linear"
+
+    def name(self, *indices: int) -> str:
+        """Return one instance's name."""
+        values = iter(indices)
+        return _INDEX.sub(lambda _: str(next(values)), self.rule.pattern)
+
+    def instances(self) -> Iterator[tuple[int, ...]]:
+        """Yield the index values of every instance."""
+        firsts: tuple[tuple[int, ...], ...] = tuple((i,) for i in self.first) if self.first else ((),)
+        rest: list[tuple[int, ...]] = [()]
+        for extent in self.rest:
+            rest = [(*head, i) for head in rest for i in extent]
+        for first in firsts:
+            for tail in rest:
+                yield (*first, *tail)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """One stored tensor of a module: how it is called, its dtype and shape, and which logical axes its axes walk.
+
+    Attributes:
+        suffix: What follows the module's name.
+        dtype: As safetensors spells it.
+        shape: Stored shape.
+        dims: For every stored axis the logical axis it walks and what one index covers.
+    """
+
+    suffix: str
+    dtype: str
+    shape: tuple[int, ...]
+    dims: tuple[Dim, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Exact payload bytes."""
+        return payload_bytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """Everything a family stores for one config.
+
+    Attributes:
+        recipe: Where the modules come from.
+        config: What their numbers come from.
+        scheme: What the config says about storage formats.
+        modules: In recipe order.
+        notes: What the reader of a report must know.
+    """
+
+    recipe: Recipe
+    config: ModelConfig
+    scheme: QuantScheme
+    modules: tuple[Module, ...]
+    notes: tuple[str, ...]
+
+
+def draw_blueprint(recipe: Recipe, config: ModelConfig, *, dialect: str = "") -> Blueprint:
+    """Return every module of the family with the numbers of one config.
+
+    Raises:
+        RecipeError: Fields the recipe needs are missing from the config or of the wrong type; all are named.
+        ConfigError: The quantisation is unknown, or an extent is beyond reason.
+    """
+    scheme = parse_quantization(config.fields, config.hf_quant, dialect=dialect)
+    modules: list[Module] = []
+    problems: dict[str, Problem] = {}
+    for section in recipe.sections:
+        try:
+            if all(test.evaluate_bool(config.scope(section.scope[:-1] if section.scope else ())) for test in section.when):
+                modules.extend(_section_modules(section, config, scheme, problems))
+        except TonnageError as error:
+            problems.update((str(p), p) for p in error.problems)
+    if problems:
+        raise RecipeError(*problems.values())
+    return Blueprint(recipe=recipe, config=config, scheme=scheme, modules=tuple(modules), notes=scheme.notes)
+
+
+def stored_tensors(module: Module, fmt: StorageFormat, model_dtype: str) -> tuple[Stored, ...]:
+    """Return the tensors one instance of a module is stored in.
+
+    Raises:
+        UnknownFormatError: An extent does not suit the format.
+    """
+    rule = module.rule
+    if not rule.is_linear:
+        return (_single(module, model_dtype),)
+    where = rule.pattern
+    out, in_ = (-(-size // fmt.pads_to) * fmt.pads_to for size in (module.out_size, module.in_size))
+    stack, experts = ((Dim("stack"),), (module.stack,)) if module.stack else ((), ())
+    tensors = []
+    for part in fmt.parts:
+        dims = part.dims
+        suffix = part.suffix
+        if fmt.is_plain:
+            dims = dims[::-1] if rule.transposed else dims
+            suffix = "" if rule.bare else suffix
+        shape = stored_shape(Part(suffix, part.dtype, dims), out, in_, where=where)
+        dtype = rule.dtype if fmt.is_plain else part.dtype
+        tensors.append(
+            Stored(
+                suffix=suffix,
+                dtype=model_dtype if dtype == MODEL_DTYPE else dtype,
+                shape=(*experts, *shape),
+                dims=(*stack, *dims),
+            )
+        )
+    if module.bias:
+        dtype = model_dtype if fmt.bias_dtype == MODEL_DTYPE else fmt.bias_dtype
+        suffix = "_bias" if rule.bare else ".bias"
+        tensors.append(
+            Stored(suffix=suffix, dtype=dtype, shape=(*experts, out), dims=(*stack, Dim("out")))
+        )
+    return tuple(tensors)
+
+
+def masked(pattern: str) -> str:
+    """Return a pattern with ``#`` for every index, as :func:`tonnage.assignment.mask` writes real names."""
+    return _INDEX.sub("#", pattern)
+
+
+def _single(module: Module, model_dtype: str) -> Stored:
+    """A single tensor: its split axis is called ``out`` (first) or ``in`` (last)."""
+    rule = module.rule
+    axis: Mapping[int, Dim] = {}
+    if rule.split in ("column", "vocab"):
+        axis = {0: Dim("out")}
+    elif rule.split == "row":
+        axis = {len(module.shape) - 1: Dim("in")}
+    sizes = tuple(sum(run.size for run in runs) for runs in module.shape)
+    return Stored(
+        suffix="",
+        dtype=model_dtype if rule.dtype == MODEL_DTYPE else rule.dtype,
+        shape=sizes,
+        dims=tuple(axis.get(i, Dim("none", size)) for i, size in enumerate(sizes)),
+    )
+
+
+# --- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def _section_modules(
+    section: Section, config: ModelConfig, scheme: QuantScheme, problems: dict[str, Problem]
+) -> Iterator[Module]:
+    numbers = _Numbers(section, config.scope(section.scope))
+    for rule in section.rules:
+        try:
+            yield from _rule_modules(rule, section, numbers, scheme)
+        except TonnageError as error:
+            problems.update((str(p), p) for p in error.problems)
+
+
+def _rule_modules(rule: Rule, section: Section, numbers: _Numbers, scheme: QuantScheme) -> Iterator[Module]:
+    """Yield one module for every run of layers with equal numbers and equal format."""
+    index_names = _INDEX.findall(rule.pattern)
+    firsts = numbers.extent(index_names[0]) if index_names else (None,)
+    rest = tuple(numbers.extent(name) for name in index_names[1:])
+    groups: dict[tuple[object, ...], list[int]] = {}
+    varies = _uses(rule, numbers.layered | {"layer"})
+    facts: tuple[object, ...] | None = None
+    for first in firsts:
+        if facts is None or varies:
+            facts = numbers.facts(rule, first)
+        if facts is None:
+            if not varies:
+                break
+            continue
+        fmt = _stated_format(rule, scheme, first, len(index_names))
+        groups.setdefault((*facts, fmt), []).append(-1 if first is None else first)
+    for (out, in_, shape, stack, bias, fmt), layers in groups.items():
+        yield Module(
+            rule=rule,
+            section=section,
+            first=() if not index_names else tuple(layers),
+            rest=rest,
+            out=out,
+            in_=in_,
+            shape=shape,
+            stack=stack,
+            bias=bias,
+            fmt=fmt,
+            names=numbers.names(layers[0] if index_names else None),
+        )  # type: ignore[misc]
+
+
+def _stated_format(rule: Rule, scheme: QuantScheme, first: int | None, n_indices: int) -> StorageFormat:
+    """Return the stated format of one layer's instances; the first expert speaks for all."""
+    if not rule.is_linear or not rule.quantizes:
+        return PLAIN
+    values = iter((first or 0, *([0] * n_indices)))
+    name = _INDEX.sub(lambda _: str(next(values)), rule.pattern)
+    kind: Kind = "expert" if rule.role == "expert" else "head" if rule.role == _HEAD else "linear"
+    return scheme.format_of(name, kind)
+
+
+def _uses(rule: Rule, names: frozenset[str] | set[str]) -> bool:
+    expressions = [rule.when, rule.bias, rule.stack]
+    for extents in (rule.out, rule.in_, *rule.shape):
+        for extent in extents:
+            expressions += [extent.size, extent.units]
+    return any(e is not None and e.names & names for e in expressions)
+
+
+class _Numbers:
+    """Evaluates a section's expressions: config fields, then lets, then ``layer``."""
+
+    def __init__(self, section: Section, fields: dict[str, object]) -> None:
+        self._section = section
+        self._base = fields
+        self._by_layer: dict[int | None, dict[str, object]] = {}
+        layered: set[str] = set()
+        for key, expression in section.lets:
+            if expression.names & (layered | {"layer"}):
+                layered.add(key)
+            else:
+                self._base[key] = self._let(key, expression, self._base)
+        self.layered = frozenset(layered)
+
+    def names(self, layer: int | None) -> dict[str, object]:
+        """Return all names for one layer."""
+        known = self._by_layer.get(layer)
+        if known is None:
+            known = self._base
+            if layer is not None:
+                known = {**self._base, "layer": layer}
+                for key, expression in self._section.lets:
+                    if key in self.layered:
+                        known[key] = expression.evaluate(known)
+            self._by_layer[layer] = known
+        return known
+
+    def extent(self, index: str) -> range:
+        """Return the values of an index."""
+        rule = self._section.indices[index]
+        start = 0 if rule.start is None else rule.start.evaluate_int(self._base)
+        count = rule.count.evaluate_int(self._base)
+        if not (0 <= start <= MOST_INDICES and 0 <= count <= MOST_INDICES):
+            raise ConfigError(
+                Problem(
+                    where="config.json",
+                    what=f"extent of {index} beyond reason",
+                    expected=f"0..{MOST_INDICES}",
+                    found=f"{count} from {start}",
+                )
+            )
+        return range(start, start + count)
+
+    def facts(self, rule: Rule, layer: int | None) -> tuple[object, ...] | None:
+        """Return the numbers of a rule on one layer, or ``None`` where it does not exist."""
+        names = self.names(layer)
+        if rule.when is not None and not rule.when.evaluate_bool(names):
+            return None
+        return (
+            self._runs(rule.out, names, rule),
+            self._runs(rule.in_, names, rule),
+            tuple(self._runs(axis, names, rule) for axis in rule.shape),
+            0 if rule.stack is None else rule.stack.evaluate_int(names),
+            rule.bias is not None and rule.bias.evaluate_bool(names),
+        )
+
+    @staticmethod
+    def _let(key: str, expression: object, names: dict[str, object]) -> object:
+        return expression.evaluate(names)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _runs(extents: tuple[Extent, ...], names: dict[str, object], rule: Rule) -> tuple[Run, ...]:
+        runs = []
+        for extent in extents:
+            size = extent.size.evaluate_int(names)
+            units = size if extent.units is None else extent.units.evaluate_int(names)
+            if size < 0 or units < 0 or (units and size % units) or (size and not units):
+                raise RecipeError(
+                    Problem(
+                        where=f"config.json for {rule.pattern}",
+                        what=f"`{extent.size.text}` is no whole number of units",
+                        expected="non-negative, a multiple of its units",
+                        found=f"{size} in {units} units",
+                    )
+                )
+            runs.append(Run(size, units))
+        return tuple(runs)

@@ -1,0 +1,259 @@
+"""TOML to :class:`~tonnage.recipes.schema.Recipe`, every key checked; and which recipe answers to which model type.
+
+Recipes ship with the package. A wrong key, role or expression is refused with file and key, never skipped.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import lru_cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any, get_args
+
+from tonnage.errors import Problem, RecipeError, UnknownFamilyError
+from tonnage.recipes.expressions import Expression, compile_expression
+from tonnage.recipes.schema import (
+    ROLES,
+    Credit,
+    EngineRule,
+    EngineRules,
+    Extent,
+    FusedRule,
+    IndexRule,
+    Recipe,
+    Rule,
+    Section,
+    Split,
+    Stage,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+ENGINES = ("vllm", "sglang", "exllamav3", "split")
+FAMILIES_FILE = "families.toml"
+
+_TOP_KEYS = frozenset({"source", "scope", "names", "let", "index", "module", "include", "notes", *ENGINES})
+_RULE_KEYS = frozenset(
+    "role out in shape units split why replicas when bias stack transposed bare dtype quantizes convert credit fused "
+    "stage optional".split()
+)
+_ENGINE_KEYS = frozenset("split replicas whole_if absent_if dtype held slice_size stage why".split())
+_PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+
+
+@lru_cache(maxsize=1)
+def families() -> Mapping[str, Mapping[str, Any]]:
+    """Return the table of families: name to its model types, architectures, recipe and remarks."""
+    return tomllib.loads(_read(FAMILIES_FILE))
+
+
+def family_of(model_type: str, architectures: tuple[str, ...] = ()) -> str:
+    """Return the family that answers to a config's ``model_type``, or to its architecture where the type is unknown.
+
+    Raises:
+        UnknownFamilyError: No recipe answers; the message says what to add.
+    """
+    for name, facts in families().items():
+        if model_type in facts["model_types"]:
+            return name
+    for name, facts in families().items():
+        if set(architectures) & set(facts.get("architectures", ())):
+            return name
+    raise UnknownFamilyError(
+        Problem(
+            where="config.json",
+            what="no recipe for this model family; add src/tonnage/recipes/FAMILY.toml and a line in families.toml",
+            expected="model_type out of " + ", ".join(sorted(t for f in families().values() for t in f["model_types"])),
+            found=f"model_type {model_type!r}, architectures {list(architectures)}",
+        )
+    )
+
+
+@lru_cache(maxsize=32)
+def load_recipe(family: str) -> Recipe:
+    """Return the recipe of a family out of :func:`families`.
+
+    Raises:
+        RecipeError: A key, role, pattern or expression in it is wrong.
+    """
+    recipe_name = str(families()[family].get("recipe", family))
+    data = tomllib.loads(_read(f"{recipe_name}.toml"))
+    return Recipe(
+        family=family, source=str(data.get("source", "")), sections=tuple(_sections(recipe_name, data, {}, (), ()))
+    )
+
+
+def parse_recipe(name: str, text: str) -> Recipe:
+    """Return a recipe from TOML text, for tests and for families that are not shipped.
+
+    Raises:
+        RecipeError: It is no TOML, or a key, role, pattern or expression in it is wrong.
+    """
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(Problem(where=name, what="not TOML", found=str(error))) from error
+    return Recipe(family=name, source=str(data.get("source", "")), sections=tuple(_sections(name, data, {}, (), ())))
+
+
+def _read(file_name: str) -> str:
+    return (resources.files("tonnage.recipes") / file_name).read_text(encoding="utf-8")
+
+
+def _sections(
+    name: str,
+    data: dict[str, Any],
+    outer_names: dict[str, str],
+    outer_scope: tuple[str, ...],
+    when: tuple[Expression, ...],
+) -> Iterator[Section]:
+    """Yield the section of one file, then those of the files it includes, names and scope resolved."""
+    _only(data, _TOP_KEYS, name)
+    names = {**data.get("names", {}), **outer_names}
+    scope = outer_scope if outer_scope else _path(data.get("scope", ""))
+    indices = {key: _index(value, f"{name}: index.{key}") for key, value in data.get("index", {}).items()}
+    engines = {
+        engine: _engine_rules(data[engine], names, f"{name}: {engine}") for engine in ENGINES if engine in data
+    }
+    if "module" in data:
+        rules = tuple(
+            _rule(_named(pattern, names, name), facts, f"{name}: {pattern}") for pattern, facts in data["module"].items()
+        )
+        known = set(indices)
+        for rule in rules:
+            for index in _PLACEHOLDER.findall(rule.pattern):
+                if index not in known:
+                    raise _bad(name, f"{rule.pattern}: unknown index", ", ".join(sorted(known)), index)
+        yield Section(
+            name=name,
+            scope=scope,
+            when=when,
+            lets=tuple(
+                (key, compile_expression(str(text), where=f"{name}: let.{key}"))
+                for key, text in data.get("let", {}).items()
+            ),
+            indices=indices,
+            rules=rules,
+            engines=engines,
+        )
+    for include in data.get("include", []):
+        _only(include, frozenset({"recipe", "names", "scope", "when"}), f"{name}: include")
+        inner = tomllib.loads(_read(f"{include['recipe']}.toml"))
+        inner_names = {key: _named(value, names, name) for key, value in include.get("names", {}).items()}
+        condition = _expr(include.get("when"), f"{name}: include {include['recipe']}")
+        yield from _sections(
+            include["recipe"],
+            inner,
+            inner_names,
+            _path(include["scope"]) if "scope" in include else scope,
+            (*when, condition) if condition else when,
+        )
+
+
+def _rule(pattern: str, facts: dict[str, Any], where: str) -> Rule:
+    _only(facts, _RULE_KEYS, where)
+    if facts.get("role") not in ROLES:
+        raise _bad(where, "unknown role", ", ".join(ROLES), facts.get("role"))
+    for key, allowed in (("split", get_args(Split)), ("stage", get_args(Stage)), ("credit", get_args(Credit))):
+        if key in facts and facts[key] not in allowed:
+            raise _bad(where, f"unknown {key}", ", ".join(allowed), facts[key])
+    split = facts.get("split", "replicated")
+    if ("shape" in facts) == ("out" in facts and "in" in facts):
+        raise _bad(where, "wrong facts", "either shape, or out and in", sorted(facts))
+    units = facts.get("units")
+    if "shape" in facts:
+        axis = 0 if split in ("column", "vocab") else len(facts["shape"]) - 1
+        shape = tuple(
+            _extents(text, units if i == axis and split != "replicated" else None, where)
+            for i, text in enumerate(facts["shape"])
+        )
+        sizes: dict[str, Any] = {"shape": shape}
+    else:
+        on_in = split == "row"
+        sizes = {
+            "out": _extents(facts["out"], None if on_in else units, where),
+            "in_": _extents(facts["in"], units if on_in else None, where),
+        }
+    plain = {k: facts[k] for k in _RULE_KEYS & set(facts) if k not in _PARSED}
+    return Rule(
+        pattern=pattern,
+        split=split,
+        when=_expr(facts.get("when"), where),
+        bias=_expr(facts.get("bias"), where),
+        stack=_expr(facts.get("stack"), where),
+        stage=facts.get("stage", "layer" if "{layer}" in pattern else "all"),
+        **sizes,
+        **plain,
+    )
+
+
+_PARSED = frozenset({"out", "in", "shape", "units", "when", "bias", "stack", "split", "stage"})
+
+
+def _extents(value: object, units: object, where: str) -> tuple[Extent, ...]:
+    texts = value if isinstance(value, list) else [value]
+    unit_texts = units if isinstance(units, list) else [units] * len(texts)
+    if len(unit_texts) != len(texts):
+        raise _bad(where, "units do not match parts", f"{len(texts)} entries", len(unit_texts))
+    return tuple(
+        Extent(size=compile_expression(str(text), where=where), units=_expr(unit, where))
+        for text, unit in zip(texts, unit_texts, strict=True)
+    )
+
+
+def _engine_rules(data: dict[str, Any], names: dict[str, str], where: str) -> EngineRules:
+    modules, fused = {}, {}
+    for key, facts in data.items():
+        if key == "fused":
+            for fused_name, fused_facts in facts.items():
+                _only(fused_facts, frozenset({"rows_multiple", "why"}), f"{where}.fused.{fused_name}")
+                fused[fused_name] = FusedRule(
+                    rows_multiple=compile_expression(str(fused_facts["rows_multiple"]), where=where),
+                    why=fused_facts["why"],
+                )
+            continue
+        _only(facts, _ENGINE_KEYS, f"{where}: {key}")
+        modules[_named(key, names, where)] = EngineRule(
+            whole_if=_expr(facts.get("whole_if"), where),
+            absent_if=_expr(facts.get("absent_if"), where),
+            held=_expr(facts.get("held"), where),
+            slice_size=_expr(facts.get("slice_size"), where),
+            **{k: facts[k] for k in ("split", "replicas", "dtype", "stage", "why") if k in facts},
+        )
+    return EngineRules(modules=modules, fused=fused)
+
+
+def _index(value: object, where: str) -> IndexRule:
+    if isinstance(value, dict):
+        _only(value, frozenset({"start", "count"}), where)
+        return IndexRule(start=_expr(value.get("start"), where), count=compile_expression(str(value["count"]), where=where))
+    return IndexRule(count=compile_expression(str(value), where=where))
+
+
+def _expr(value: object, where: str) -> Expression | None:
+    if value is None:
+        return None
+    return compile_expression(str(value) if not isinstance(value, bool) else repr(value), where=where)
+
+
+def _named(text: str, names: dict[str, str], where: str) -> str:
+    """Put the names in; what is left in braces is an index."""
+    for key, value in names.items():
+        text = text.replace("{" + key + "}", value)
+    return text
+
+
+def _path(text: str) -> tuple[str, ...]:
+    return tuple(text.split(".")) if text else ()
+
+
+def _only(data: dict[str, Any], allowed: frozenset[str], where: str) -> None:
+    unknown = sorted(set(data) - allowed)
+    if unknown:
+        raise _bad(where, "unknown key", ", ".join(sorted(allowed)), ", ".join(unknown))
+
+
+def _bad(where: str, what: str, expected: str, found: object) -> RecipeError:
+    return RecipeError(Problem(where=f"recipe {where}", what=what, expected=expected, found=str(found)))

@@ -1,0 +1,197 @@
+"""A recipe: what one model family stores, as data. One TOML file per family beside this module.
+
+::
+
+    source = "..."                         # where the facts come from
+    scope = "text_config"                  # config object the fields are looked up in first; optional
+
+    [names]                                # text put in for {model}, {head}, ... in the patterns
+    [let]                                  # named expressions, in order, each may use the ones above
+    [index]                                # extent of {layer}, {expert}, ...: an expression, or { start, count }
+
+    [module]                               # name pattern = one line of facts
+    "{model}layers.{layer}.mlp.down_proj" = { role = "mlp", out = "hidden_size", in = "intermediate_size", split = "row" }
+
+    [vllm]                                 # what an engine does differently, by the same patterns
+    [vllm.fused]                           # rules of its fused modules, by their names
+
+    [[include]]                            # another recipe as a part of this one
+    recipe = "llama"
+    names = { model = "language_model.model." }
+
+A module with ``out`` and ``in`` is a linear weight: it is stored as ``NAME.weight`` or in whatever tensors a storage format
+has for it. A module with ``shape`` is one tensor stored under exactly its name. Every number is an expression
+(:mod:`tonnage.recipes.expressions`) over config fields, ``[let]`` names, and ``layer`` where it differs by layer. A list of
+expressions on the split axis means parts that are cut one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tonnage.recipes.expressions import Expression
+
+Split = Literal["column", "row", "vocab", "replicated"]
+"""How a role splits: column = ``out`` (first axis), row = ``in`` (last axis), vocab = padded ``out``, or whole."""
+
+Stage = Literal["layer", "first", "last", "ends", "all"]
+"""The pipeline stages that hold it: the one of its layer, the first, the last, both ends, or every one."""
+
+ROLES = (
+    "embedding", "attention", "indexer", "recurrent", "mlp", "router", "latent", "shared_expert", "expert",
+    "norm", "residual", "head", "vision", "projector", "audio", "mtp",
+)  # fmt: skip
+"""What a tensor is for, in the order reports list them."""
+
+Credit = Literal["projection", "latent"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """One run of an axis: ``size`` elements in ``units`` indivisible units (heads); ``None``: cut anywhere."""
+
+    size: Expression
+    units: Expression | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One line of ``[module]``: the facts about one kind of module.
+
+    Attributes:
+        pattern: Name with ``{layer}``-style indices; for a linear weight without the ``.weight``.
+        role: One of :data:`ROLES`.
+        out: Output axis of a linear weight, as one or several parts.
+        in_: Input axis of a linear weight.
+        shape: Axes of a single tensor; the split axis may have several parts.
+        split: How the role is split over tensor-parallel ranks.
+        why: The reason, where every rank holds it whole.
+        replicas: Units may be held by several ranks where there are fewer units than ranks (KV heads, groups).
+        when: Condition for the module to exist; may use ``layer``.
+        bias: Condition for ``NAME.bias`` to exist.
+        stack: Leading axis: experts stored in one tensor.
+        transposed: A plain weight is stored ``[in, out]``.
+        bare: A plain weight is stored under exactly its name, without ``.weight``.
+        dtype: Stored dtype; ``model`` for the checkpoint's own.
+        quantizes: A quantised checkpoint may store it in another format.
+        convert: Preparation may turn it from BF16 into MXFP8.
+        credit: The share of the credit estimator it is counted in.
+        fused: Engine module it is loaded into together with its siblings.
+        stage: Pipeline stages that hold it.
+        optional: A checkpoint without it is complete too.
+    """
+
+    pattern: str
+    role: str
+    out: tuple[Extent, ...] = ()
+    in_: tuple[Extent, ...] = ()
+    shape: tuple[tuple[Extent, ...], ...] = ()
+    split: Split
+    why: str = ""
+    replicas: bool = False
+    when: Expression | None = None
+    bias: Expression | None = None
+    stack: Expression | None = None
+    transposed: bool = False
+    bare: bool = False
+    dtype: str = "model"
+    quantizes: bool = True
+    convert: bool = False
+    credit: Credit | None = None
+    fused: str = ""
+    stage: Stage = "layer"
+    optional: bool = False
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether this is a linear weight, whose stored tensors depend on the storage format."""
+        return bool(self.out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRule:
+    """What one engine does with a module beyond the plain split; expressions may use ``tp``, ``ep``, and ``etp``.
+
+    ``etp`` is the number of ranks one expert is cut over: ``tp``, or 1 under expert parallelism.
+
+    Attributes:
+        split: It splits the module this way instead.
+        replicas: As in :class:`Rule`.
+        whole_if: Every rank holds the module whole where this is true.
+        absent_if: The engine holds nothing for the module where this is true.
+        dtype: It holds the tensor in this dtype.
+        held: It holds this many elements per rank.
+        slice_size: Elements of the split axis it holds per rank, zero-filled where that is more than the slice.
+        stage: It places the module on these pipeline stages instead.
+        why: The reason, printed with the line.
+    """
+
+    split: Split | None = None
+    replicas: bool | None = None
+    whole_if: Expression | None = None
+    absent_if: Expression | None = None
+    dtype: str = ""
+    held: Expression | None = None
+    slice_size: Expression | None = None
+    stage: Stage | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedRule:
+    """What one engine does with a fused module: rows per rank rounded up to a multiple, zero-filled."""
+
+    rows_multiple: Expression
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexRule:
+    """Extent of one index: ``count`` values from ``start``, which is 0 unless given."""
+
+    start: Expression | None = None
+    count: Expression
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRules:
+    """All exceptions of one engine for one section."""
+
+    modules: Mapping[str, EngineRule]
+    fused: Mapping[str, FusedRule]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """The rules of one recipe file under one scope of the config.
+
+    Attributes:
+        name: Recipe file, without suffix; the source of its lines.
+        scope: Path to the config object its fields are looked up in first.
+        when: Condition for the whole section, over the enclosing config.
+        lets: Named expressions in order.
+        indices: Extent of every index its patterns use.
+        rules: Its modules.
+        engines: Exceptions by engine name.
+    """
+
+    name: str
+    scope: tuple[str, ...]
+    when: tuple[Expression, ...]
+    lets: tuple[tuple[str, Expression], ...]
+    indices: Mapping[str, IndexRule]
+    rules: tuple[Rule, ...]
+    engines: Mapping[str, EngineRules]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One family: sections in the order a report lists them."""
+
+    family: str
+    source: str
+    sections: tuple[Section, ...]

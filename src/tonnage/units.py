@@ -1,0 +1,56 @@
+"""Sizes as people write them, and back: ``94.010GiB`` is 100942468874 bytes, floored.
+
+Only integers leave this module. A fraction such as ``94.010GiB`` is read as an exact fraction and floored here, in
+this one place, because supply must never be rounded up.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from tonnage.errors import Problem, UnitError
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": KIB,
+    "MIB": MIB,
+    "GIB": GIB,
+    "TIB": TIB,
+}
+_SIZE = re.compile(r"(?P<number>\d{1,24}(?:\.\d{1,12})?)\s*(?P<unit>[A-Za-z]+)?", re.ASCII)
+
+
+def parse_size(text: str, *, where: str = "size") -> int:
+    """Return the bytes a size such as ``94.010GiB``, ``512MiB`` or ``1000`` stands for, floored.
+
+    Raises:
+        UnitError: The text is no number with an optional unit out of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    unit = (match["unit"] or "B").upper() if match else ""
+    if match is None or unit not in UNITS:
+        raise UnitError(
+            Problem(
+                where=where,
+                what="not a size",
+                expected="a number and a unit, such as 94.010GiB, 96GB or 1048576",
+                found=repr(text),
+            )
+        )
+    return int(Fraction(match["number"]) * UNITS[unit])
+
+
+def gib(nbytes: int, *, digits: int = 3) -> str:
+    """Return bytes as GiB text with a fixed number of digits, rounded half up, exactly: ``gib(GIB) == '1.000'``."""
+    scale = 10**digits
+    scaled = (2 * abs(nbytes) * scale + GIB) // (2 * GIB)
+    whole, rest = divmod(scaled, scale)
+    sign = "-" if nbytes < 0 and scaled else ""
+    return f"{sign}{whole}.{rest:0{digits}d}" if digits else f"{sign}{whole}"
