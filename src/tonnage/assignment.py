@@ -14,7 +14,7 @@ from tonnage.formats.quantized import mxfp8
 from tonnage.recipes.blueprint import Blueprint, Module, Stored, stored_tensors
 
 if TYPE_CHECKING:
-    from tonnage.formats.exl3_v1 import Manifest
+    from tonnage.container import Container
     from tonnage.formats.storage import StorageFormat
 
 CONVERTIBLE = frozenset({"BF16", "F16", "F32"})
@@ -30,6 +30,7 @@ class Assigned:
         stored: The tensors of one instance.
         first: Values of the first index this holds for; empty without an index.
         copies: Instances per value of the first index.
+        members: Which experts, where not all of them are stored this way; empty for all.
         converted_from: Bytes of one instance before conversion, if it is converted.
     """
 
@@ -38,6 +39,7 @@ class Assigned:
     stored: tuple[Stored, ...]
     first: tuple[int, ...]
     copies: int
+    members: tuple[int, ...] = ()
     converted_from: int = 0
 
     @property
@@ -74,18 +76,18 @@ class Assignment:
 
     blueprint: Blueprint
     entries: tuple[Assigned, ...]
-    container: Manifest | None = None
+    container: Container | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def payload_bytes(self) -> int:
-        """Payload bytes of all tensors, the container's not counted."""
-        return sum(entry.nbytes for entry in self.entries)
+        """Payload bytes of all tensors."""
+        return sum(entry.nbytes for entry in self.entries) + (self.container.payload_bytes if self.container else 0)
 
     @property
     def tensors(self) -> int:
-        """Number of tensors, the container's not counted."""
-        return sum(entry.tensors for entry in self.entries)
+        """Number of tensors."""
+        return sum(entry.tensors for entry in self.entries) + (self.container.tensors if self.container else 0)
 
 
 def assign_blueprint(blueprint: Blueprint) -> Assignment:
@@ -112,7 +114,7 @@ def assign_blueprint(blueprint: Blueprint) -> Assignment:
             copies=module.copies,
         )
         for module in blueprint.modules
-        if not module.rule.optional
+        if not module.optional
     )
     return Assignment(blueprint=blueprint, entries=entries, notes=blueprint.notes)
 

@@ -8,7 +8,7 @@ instead and nothing here applies.
 Everything is integer arithmetic, and every floor errs towards a larger estimate or is the definition below.
 
 Source:
-    ARCHITECTURE.md, "Two estimators of weights per rank"; tests/data/seed_case.json reproduces a published case.
+    ARCHITECTURE.md, "Two estimators of weights per rank"; tests/data/seed_case.json reproduces a reported case.
 """
 
 from __future__ import annotations

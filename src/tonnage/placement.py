@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from tonnage.container import slot_bytes
 from tonnage.cuts import Ranges, Uncuttable, cut_axis, extent
 from tonnage.engines.model import EngineModel, Extra, Local
 from tonnage.errors import PlacementError, Problem
@@ -103,6 +104,7 @@ class Placement:
         placed: In recipe order.
         extras: What the engine holds beyond the checkpoint.
         stages: Decoder layers of every pipeline stage.
+        slots: For every layer of an exl3-v1 container, the bytes of every tensor-parallel rank.
     """
 
     assignment: Assignment
@@ -111,6 +113,7 @@ class Placement:
     placed: tuple[Placed, ...]
     extras: tuple[Extra, ...]
     stages: tuple[range, ...]
+    slots: tuple[tuple[int, ...], ...] = ()
 
     def multiplicity(self, placed: Placed, pp_rank: int) -> int:
         """Return for how many values of its first index a stage holds a module."""
@@ -124,7 +127,16 @@ class Placement:
     def rank_bytes(self, pp_rank: int, tp_rank: int) -> int:
         """Return all bytes one rank holds."""
         held = sum(self.multiplicity(p, pp_rank) * p.shares[tp_rank].held_bytes for p in self.placed)
-        return held + sum(self.extra_multiplicity(extra, pp_rank) * extra.nbytes for extra in self.extras)
+        added = sum(self.extra_multiplicity(extra, pp_rank) * extra.nbytes for extra in self.extras)
+        return held + added + self.slot_bytes(pp_rank, tp_rank)
+
+    def slot_bytes(self, pp_rank: int, tp_rank: int) -> int:
+        """Return the bytes of one rank's slots of an exl3-v1 container."""
+        container = self.assignment.container
+        if container is None:
+            return 0
+        mine = self.stages[pp_rank]
+        return sum(ranks[tp_rank] for layer, ranks in zip(container.layers, self.slots, strict=True) if layer in mine)
 
     def _held(self, stage: Stage, layers: tuple[int, ...], count: int, pp_rank: int) -> int:
         last = self.topology.pp - 1
@@ -138,12 +150,18 @@ class Placement:
 def place(assignment: Assignment, topology: Topology, engine: EngineModel) -> Placement:
     """Return the placement.
 
+    The container of an exl3-v1 checkpoint is cut by slots; whole experts per rank do not exist in it.
+
     Raises:
         PlacementError: An axis cannot be cut over the ranks; every such tensor is named, with the sizes that work.
     """
+    if assignment.container is not None and topology.ep > 1:
+        raise PlacementError(
+            Problem(where="--ep", what="an exl3-v1 container is cut by channels, not by experts", expected="1", found=str(topology.ep))
+        )
     placed, problems = _try_place(assignment, topology, engine)
     if problems:
-        works = [str(tp) for tp in TP_SIZES_TRIED if not _try_place(assignment, _with_tp(topology, tp), engine)[1]]
+        works = [str(tp) for tp in TP_SIZES_TRIED if can_place(assignment, _with_tp(topology, tp), engine)]
         raise PlacementError(
             *problems,
             Problem(
@@ -152,6 +170,7 @@ def place(assignment: Assignment, topology: Topology, engine: EngineModel) -> Pl
             ),
         )
     layers = 1 + max((max(p.entry.first) for p in placed if p.entry.module.layered and p.entry.first), default=-1)
+    container = assignment.container
     return Placement(
         assignment=assignment,
         topology=topology,
@@ -159,7 +178,16 @@ def place(assignment: Assignment, topology: Topology, engine: EngineModel) -> Pl
         placed=tuple(placed),
         extras=tuple(engine.extras(assignment, topology)),
         stages=stage_layers(layers, topology.pp),
+        slots=slot_bytes(container, topology.tp) if container else (),
     )
+
+
+def can_place(assignment: Assignment, topology: Topology, engine: EngineModel) -> bool:
+    """Whether :func:`place` would succeed."""
+    try:
+        return not _try_place(assignment, topology, engine)[1]
+    except PlacementError:
+        return False
 
 
 def _with_tp(topology: Topology, tp: int) -> Topology:
@@ -188,6 +216,8 @@ def _place_entry(
     exception = _exception(entry, engine)
     names = {**module.names, "tp": topology.tp, "ep": topology.ep, "etp": topology.expert_tp}
     stage = (exception.stage if exception and exception.stage else None) or rule.stage
+    if stage == "first" and rule.last_if is not None and rule.last_if.evaluate_bool(names):
+        stage = "ends"
     split = (exception.split if exception and exception.split else None) or rule.split
     why = (exception.why if exception else "") or rule.why
     ranks = range(topology.tp)
@@ -198,7 +228,7 @@ def _place_entry(
         exception is not None and exception.whole_if is not None and exception.whole_if.evaluate_bool(names)
     )
     maker = _Shares(entry, topology, engine, exception, names)
-    if rule.role == "expert" and topology.ep > 1:
+    if rule.is_routed and topology.ep > 1:
         return Placed(
             entry=entry, how="whole experts", why="", stage=stage, shares=tuple(maker.experts(r) for r in ranks)
         )
@@ -216,7 +246,7 @@ def _place_entry(
 
 def _exception(entry: Assigned, engine: EngineModel) -> EngineRule | None:
     rules = entry.module.section.engines.get(engine.name)
-    return rules.modules.get(entry.module.rule.pattern) if rules else None
+    return (rules.every or rules.modules.get(entry.module.rule.pattern)) if rules else None
 
 
 class _Shares:
@@ -249,10 +279,10 @@ class _Shares:
         if module.stack:
             ranges: Ranges = ((begin, begin + mine),)
             return Share(axis="stack", ranges=ranges, copies=self._entry.copies, pieces=self._pieces("stack", ranges, 1))
-        others = self._entry.copies // experts if experts else 0
-        return Share(
-            axis="stack", ranges=((begin, begin + mine),), copies=mine * others, pieces=self._pieces("none", (), 1)
-        )
+        copies = mine * (self._entry.copies // experts) if experts else 0
+        if self._entry.members:
+            copies = sum(begin <= expert < begin + mine for expert in self._entry.members)
+        return Share(axis="stack", ranges=((begin, begin + mine),), copies=copies, pieces=self._pieces("none", (), 1))
 
     def split(self, split: str, rank: int, grains: dict[tuple[str, int], int]) -> Share | Problem:
         """The rank holds its slice."""
@@ -323,11 +353,19 @@ class _Shares:
         if changed is not None:
             kept, why = changed
         dtype, exception = stored.dtype, self._exception
+        wider = self._engine.held_dtype(self._entry, stored)
+        if wider is not None:
+            dtype, why = wider
         slice_bytes = payload_bytes(stored.dtype, sliced)
         if exception is not None and exception.held is not None:
             kept, why = (exception.held.evaluate_int(self._names),), exception.why
         if exception is not None and exception.dtype:
             dtype, why = exception.dtype, exception.why
+            if not self._entry.fmt.is_plain and stored.suffix in {part.suffix for part in self._entry.fmt.parts}:
+                kept = (local.out, local.in_) if stored is self._entry.stored[0] else (0,)
+        if exception is not None and exception.copies is not None:
+            copies = exception.copies.evaluate_int(self._names)
+            kept, why = ((copies, *kept), exception.why) if copies != 1 else (kept, why)
         held_bytes = -(-_elements(kept) * DTYPE_BITS[dtype] // 8)
         if exception is not None and exception.slice_size is not None and held_bytes != slice_bytes:
             why = exception.why

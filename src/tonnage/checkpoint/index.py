@@ -183,6 +183,7 @@ _HEAD = re.compile(
 _TAIL = re.compile(rb"\}" + _WS + rb"\}" + _WS + rb"\Z")
 _HEAD_BYTES, _TAIL_BYTES = 1 << 16, 1 << 10
 _FIRST_WINDOW, _LARGEST_WINDOW = 1 << 10, 1 << 18
+_QUOTES_PER_MEMBER = 4
 _MEMBER = re.compile(_WS + rb'"[^"\\]*"' + _WS + rb":" + _WS + rb'("[^"\\]*")')
 _STRINGS = msgspec.json.Decoder(dict[str, str])
 
@@ -217,7 +218,7 @@ def _take_members(text: IndexText, begin: int, end: int, account: _Account) -> b
             pairs = _pairs(piece)
             if not pairs:
                 return False
-            account.take(pairs)
+            account.take(pairs.items())
             after = begin + len(piece)
         if after == end:
             return True
@@ -242,21 +243,13 @@ def _window(text: IndexText, begin: int, end: int, nbytes: int) -> tuple[bytes, 
     return whole, min(2 * nbytes, _LARGEST_WINDOW)
 
 
-def _pairs(piece: bytes) -> Collection[tuple[str, str]] | None:
-    """Return the members of a piece, duplicates included; None if it is not members with string values."""
-    wrapped = b"{" + piece + b"}"
+def _pairs(piece: bytes) -> Mapping[str, str]:
+    """Return the members of a piece; none if it is not members with string values, each name once and unescaped."""
     try:
-        strings = _STRINGS.decode(wrapped)
+        strings = _STRINGS.decode(b"{" + piece + b"}")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    if b"\\" not in piece and piece.count(b'"') == 4 * len(strings):
-        return strings.items()
-    try:
-        value = members(wrapped)
-    except NotJsonError:
-        return None
-    assert isinstance(value, Members)
-    return [(name, shard_file) for name, shard_file in value if isinstance(shard_file, str)]
+        return {}
+    return strings if b"\\" not in piece and piece.count(b'"') == _QUOTES_PER_MEMBER * len(strings) else {}
 
 
 # ---- any legal JSON ------------------------------------------------------------------------------------------------

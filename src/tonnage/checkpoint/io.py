@@ -98,7 +98,7 @@ def digest_headers(directory: Path, headers: CheckpointHeaders) -> str:
     for shard in headers.shards:
         name = shard.shard_file.encode()
         with _opened(directory, shard.shard_file) as (descriptor, file_bytes):
-            prefix = _read_exactly(descriptor, shard.data_begin, shard.shard_file)
+            prefix = _read_at(descriptor, shard.data_begin, 0, shard.shard_file)
         if file_bytes != shard.file_bytes:
             expected, found = f"{shard.file_bytes} bytes", f"{file_bytes} bytes"
             raise CheckpointError(
@@ -119,7 +119,7 @@ def read_bytes(path: Path, *, limit_bytes: int = JSON_LIMIT_BYTES, kind: type[To
         if file_bytes > limit_bytes:
             expected = f"at most {limit_bytes} bytes"
             raise kind(Problem(where=path.name, what="file too large", expected=expected, found=f"{file_bytes} bytes"))
-        return _read_exactly(descriptor, file_bytes, path.name, kind)
+        return _read_at(descriptor, file_bytes, 0, path.name, kind)
 
 
 def read_json(
@@ -168,9 +168,9 @@ def _read_header(directory: Path, name: str, reader: HeaderReader) -> ShardHeade
     if not is_plain_file_name(name):
         raise CheckpointError(Problem(where=name, what="shard file name", expected="printable characters"))
     with _opened(directory, name) as (descriptor, file_bytes):
-        start = _read_exactly(descriptor, min(PREFIX_BYTES, file_bytes), name)
+        start = _read_at(descriptor, min(PREFIX_BYTES, file_bytes), 0, name)
         data_begin = header_end(start, file_bytes=file_bytes, where=name)
-        prefix = _read_exactly(descriptor, data_begin, name)
+        prefix = _read_at(descriptor, data_begin, 0, name)
     return reader.read(prefix, shard_file=name, file_bytes=file_bytes)
 
 
@@ -249,10 +249,6 @@ def _check_regular(mode: int, name: str, kind: type[TonnageError]) -> None:
     if not stat.S_ISREG(mode):
         found = _KINDS.get(stat.S_IFMT(mode), "something else")
         raise kind(Problem(where=name, what="not a regular file", expected="a regular file", found=found))
-
-
-def _read_exactly(descriptor: int, nbytes: int, name: str, kind: type[TonnageError] = CheckpointError) -> bytes:
-    return _read_at(descriptor, nbytes, 0, name, kind)
 
 
 def _read_at(descriptor: int, nbytes: int, offset: int, name: str, kind: type[TonnageError] = CheckpointError) -> bytes:

@@ -36,7 +36,8 @@ class QuantScheme:
     """Formats by module name, first match wins.
 
     Attributes:
-        method: ``quant_method`` as written, lower case; ``none`` without quantisation.
+        method: ``quant_method`` as written, lower case; ``none`` without quantisation; ``modelopt_mixed`` where modelopt
+            lists formats layer by layer.
         rules: Pairs of a name test and a format.
         kv_scales: The config declares a quantised KV cache, so attention layers carry scale scalars.
         notes: What was ignored, and why.
@@ -126,7 +127,7 @@ def _mxfp8_native(stated: Mapping[str, Any]) -> QuantScheme:
 
 
 def _mxfp4_experts(stated: Mapping[str, Any]) -> QuantScheme:
-    fmt = q.mxfp4(codes_suffix="_blocks", scale_suffix="_scales")
+    fmt = q.mxfp4_blocks()
     return QuantScheme(method="mxfp4", rules=((lambda _name, kind: kind == "expert", fmt),))
 
 
@@ -190,7 +191,7 @@ def _modelopt(stated: Mapping[str, Any]) -> QuantScheme:
             by_format.setdefault(_modelopt_format(facts if isinstance(facts, dict) else {}), []).append(name)
         rules = [(excluded, PLAIN)]
         rules += [(_listed(frozenset(names)), fmt) for fmt, names in by_format.items()]
-        return QuantScheme(method="modelopt", rules=tuple(rules), kv_scales=kv_scales)
+        return QuantScheme(method="modelopt_mixed", rules=tuple(rules), kv_scales=kv_scales)
     return QuantScheme(
         method="modelopt", rules=((excluded, PLAIN), (_everything, _modelopt_format(stated))), kv_scales=kv_scales
     )
@@ -241,15 +242,18 @@ def _exl3(stated: Mapping[str, Any]) -> QuantScheme:
 
 def _deepseek_v4(stated: Mapping[str, Any], expert_dtype: str) -> QuantScheme:
     block = q.fp8_block(*_pair(stated.get("weight_block_size")), scale_dtype="F8_E8M0", suffix=".scale")
-    if str(stated.get("moe_quant_algo", "")).upper() == "NVFP4":
-        experts = q.nvfp4("modelopt", input_scale=True)
-    elif expert_dtype == "fp4":
-        experts = q.mxfp4(codes_suffix=".weight", scale_suffix=".scale")
+    if expert_dtype == "fp4":
+        experts = q.mxfp4(codes_suffix=".weight", scale_suffix=".scale", codes_dtype="I8", scale_dtype="F8_E8M0")
     elif expert_dtype == "fp8":
         experts = block
     else:
         raise _refusal("unknown expert_dtype", "fp4 or fp8", expert_dtype)
-    return QuantScheme(method="fp8", rules=((lambda _name, kind: kind == "expert", experts), (_not_head, block)))
+    rules = [(_is_expert, experts), (_not_head, block)]
+    if str(stated.get("moe_quant_algo", "")).upper() == "NVFP4":
+        layers = stated.get("quantized_layers")
+        requantized = _listed(frozenset(layers)) if isinstance(layers, dict) else _is_expert
+        rules.insert(0, (requantized, q.nvfp4("modelopt", input_scale=True)))
+    return QuantScheme(method="fp8", rules=tuple(rules))
 
 
 _METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantScheme]] = {
@@ -271,6 +275,10 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantScheme]] = {
 
 def _everything(_name: str, _kind: Kind) -> bool:
     return True
+
+
+def _is_expert(_name: str, kind: Kind) -> bool:
+    return kind == "expert"
 
 
 def _not_head(_name: str, kind: Kind) -> bool:

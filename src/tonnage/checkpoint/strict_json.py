@@ -36,13 +36,17 @@ class NotJsonError(ValueError):
         return Problem(where=where, what=self.what, expected=self.expected, found=self.found)
 
 
-def members(raw: bytes) -> object:
+def members(raw: bytes, *, constants: bool = False) -> object:
     """Return the value of a JSON text with every object as ``Members``, so that nothing written in it is lost.
 
     Integers are exact; ``-0`` is a float, as in safetensors, so that it cannot pass for a size.
 
+    Args:
+        raw: The text.
+        constants: Accept ``NaN`` and ``Infinity``, which are no JSON but which Python writes into config.json.
+
     Raises:
-        NotJsonError: The bytes are not UTF-8, not JSON (NaN and Infinity are not), or nested beyond any use.
+        NotJsonError: The bytes are not UTF-8, not JSON, or nested beyond any use.
     """
     try:
         text = raw.decode("utf-8")
@@ -51,7 +55,7 @@ def members(raw: bytes) -> object:
         raise NotJsonError("not UTF-8", expected="UTF-8 text", found=found) from error
     try:
         value: object = json.loads(
-            text, object_pairs_hook=Members, parse_int=_integer, parse_float=_number, parse_constant=_constant
+            text, object_pairs_hook=Members, parse_int=_integer, parse_float=_number, parse_constant=float if constants else _constant
         )
     except json.JSONDecodeError as error:
         found = f"{error.msg} (character {error.pos})"
@@ -61,19 +65,22 @@ def members(raw: bytes) -> object:
     return value
 
 
-def parse_object(raw: bytes, *, where: str, kind: type[TonnageError]) -> dict[str, object]:
+def parse_object(
+    raw: bytes, *, where: str, kind: type[TonnageError], constants: bool = False
+) -> dict[str, object]:
     """Return a small JSON file that must hold one object, as plain dicts and lists.
 
     Args:
         raw: The whole file.
         where: File name for the refusal.
         kind: Which refusal to raise, ``ConfigError`` for a config.json.
+        constants: As in ``members``.
 
     Raises:
         TonnageError: As ``kind``, with all problems: not UTF-8, not JSON, not an object, duplicate keys, too deep.
     """
     try:
-        value = members(raw)
+        value = members(raw, constants=constants)
     except NotJsonError as error:
         raise kind(error.problem(where)) from error
     if not isinstance(value, Members):

@@ -41,6 +41,10 @@ class Extra:
     source: str
 
 
+def _as_stored(_entry: Assigned, _stored: Stored) -> tuple[str, str] | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineModel:
     """How one engine places weights.
@@ -52,6 +56,7 @@ class EngineModel:
         held_shape: Shape the engine keeps for a stored tensor whose plain slice it cannot keep, or ``None`` to keep
             the plain slice; with the reason.
         extras: What it holds beyond the checkpoint.
+        held_dtype: Dtype the engine keeps a stored tensor in where it is another, with the reason.
         check: Refusals of its own, before anything is placed.
     """
 
@@ -60,3 +65,4 @@ class EngineModel:
     vocab_rows: Callable[[int, int], int]
     held_shape: Callable[[Assigned, Stored, Local, Topology], tuple[tuple[int, ...], str] | None]
     extras: Callable[[Assignment, Topology], Sequence[Extra]]
+    held_dtype: Callable[[Assigned, Stored], tuple[str, str] | None] = _as_stored

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tonnage.engines.model import EngineModel, Extra, Local
 from tonnage.errors import PlacementError, Problem
+from tonnage.topology import expert_counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
 
 VOCAB_MULTIPLE = 64
 FINEST_SCALE_BLOCK = 32
-KV_SCALARS = 4
-KV_SCALAR_BYTES = 2
+FUSED_SECONDS = frozenset({"up_proj", "w3"})
+KV_SCALARS_BYTES = 4 * 2
+KV_SCALARS_BYTES_CT = 3 * 4 + 3 * 2
+INPUT_SCALE_BYTES = 4
+DROPPED_SCALE_BYTES = 2
 
 
 def vocab_rows(vocab: int, _tp: int) -> int:
@@ -35,14 +39,30 @@ def vocab_rows(vocab: int, _tp: int) -> int:
 
 def held_shape(entry: Assigned, stored: Stored, local: Local, topology: Topology) -> tuple[tuple[int, ...], str] | None:
     """Return the shape vLLM keeps where it is not the plain slice."""
-    fmt, expert = entry.fmt.name, entry.module.rule.role == "expert"
+    fmt, expert = entry.fmt.name, entry.module.rule.is_routed
     if fmt.startswith("fp8_e4m3_block") and stored.suffix in (".weight_scale_inv", ".scale", ".weight_scale"):
         return _block_scales(entry, local, topology) if expert else None
     if fmt == "nvfp4_e2m1" and expert and stored.suffix == ".weight_scale" and local.in_ % 16:
         return (local.out, local.in_ // 16), "scales of a partial block are dropped"
+    if fmt.startswith("int") and expert and stored.suffix == ".weight_shape":
+        return _packed_shape(entry)
     parts = len(entry.module.out)
     if stored.shape == () and stored.dtype == "F32" and parts > 1 and not expert:
         return (parts,), "one scalar for every fused part"
+    return None
+
+
+def _packed_shape(entry: Assigned) -> tuple[tuple[int, ...], str]:
+    """The I32 pair is held as a pair of the 16-bit model dtype, one for gate and up (``compressed_tensors_moe_wna16.py``)."""
+    if entry.module.rule.pattern.rpartition(".")[2] in FUSED_SECONDS:
+        return (0,), "the shape is held once for the fused pair"
+    return (1,), "the shape is held as two 16-bit numbers"
+
+
+def held_dtype(entry: Assigned, stored: Stored) -> tuple[str, str] | None:
+    """Return F32 for channel scales of FP8 (``compressed_tensors_w8a8_fp8.py``), which are stored in the model dtype."""
+    if entry.fmt.name == "fp8_e4m3_channel" and stored.suffix == ".weight_scale" and stored.dtype != "F32":
+        return "F32", "scales are held in F32"
     return None
 
 
@@ -68,8 +88,8 @@ def _block_scales(entry: Assigned, local: Local, topology: Topology) -> tuple[tu
 
 
 def extras(assignment: Assignment, topology: Topology) -> tuple[Extra, ...]:
-    """Return rows a fused module is rounded up by, and the scale scalars of quantised KV caches."""
-    return (*_fused_rows(assignment, topology), *_kv_scalars(assignment))
+    """Return rows a fused module is rounded up by, and the scalars of quantised KV caches and of NVFP4 inputs."""
+    return (*_fused_rows(assignment, topology), *_kv_scalars(assignment), *_input_scales(assignment, topology))
 
 
 def _fused_rows(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
@@ -102,7 +122,10 @@ def _rounding(
 
 
 def _kv_scalars(assignment: Assignment) -> Iterator[Extra]:
-    """Attention layers of a checkpoint with scaled KV caches own q, k, v and probability scales in the model dtype."""
+    """Attention layers of a checkpoint with scaled KV caches own q, k, v and probability scales in the model dtype.
+
+    compressed-tensors: q, k and v scales in F32, and as many zero points in the model dtype.
+    """
     scheme = assignment.blueprint.scheme
     layers: set[int] = set()
     for entry in assignment.entries:
@@ -112,13 +135,44 @@ def _kv_scalars(assignment: Assignment) -> Iterator[Extra]:
             if (k_proj and (scheme.kv_scales or scheme.method in ("fp8", "modelopt", "compressed-tensors"))) or (latent and scheme.kv_scales):
                 layers.update(entry.first)
     if layers:
+        ct = scheme.method == "compressed-tensors"
+        source = "compressed_tensors/compressed_tensors.py CompressedTensorsKVCacheMethod" if ct else "kv_cache.py BaseKVCacheMethod"
         yield Extra(
             component="engine.kv_scales",
-            nbytes=KV_SCALARS * KV_SCALAR_BYTES,
+            nbytes=KV_SCALARS_BYTES_CT if ct else KV_SCALARS_BYTES,
             first=tuple(sorted(layers)),
-            why="q, k, v and probability scales of every attention layer",
-            source="vLLM 0.32.0 quantization/kv_cache.py BaseKVCacheMethod.create_weights",
+            why=f"q, k, v scales and {'zero points' if ct else 'probability scales'} of every attention layer",
+            source=f"vLLM 0.32.0 quantization/{source}.create_weights",
         )
 
 
-VLLM = EngineModel(name="vllm", uneven=False, vocab_rows=vocab_rows, held_shape=held_shape, extras=extras)
+def _input_scales(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
+    """NVFP4 of modelopt: input scales of all experts on every rank, and one to drop for every weight-only linear part.
+
+    Where ranks hold unequal numbers of experts, the rank with the fewest is counted.
+    """
+    last = max((max(e.first) for e in assignment.entries if e.module.layered and e.first), default=0)
+    for entry in assignment.entries:
+        module, suffixes = entry.module, {tensor.suffix for tensor in entry.stored}
+        if ".weight_scale_2" not in suffixes or module.rule.role == "mtp":
+            continue
+        stored = ".input_scale" in suffixes
+        if module.rule.is_routed:
+            experts = module.stack or entry.copies
+            missing = experts - (expert_counts(experts, topology.ep)[-1] if stored else 0)
+            nbytes, why = missing * INPUT_SCALE_BYTES, "input scales of all experts are kept on every rank"
+        else:
+            nbytes, why = (0 if stored else DROPPED_SCALE_BYTES), "an input scale to read and drop, in the model dtype"
+        if nbytes:
+            yield Extra(
+                component="engine.input_scales",
+                nbytes=nbytes * len(module.out),
+                first=entry.first or (last,),
+                why=why,
+                source="vLLM 0.32.0 quantization/modelopt.py ModelOptNvFp4FusedMoE.create_weights, _DropInputScale",
+            )
+
+
+VLLM = EngineModel(
+    name="vllm", uneven=False, vocab_rows=vocab_rows, held_shape=held_shape, extras=extras, held_dtype=held_dtype
+)

@@ -37,13 +37,31 @@ def mxfp8(*, scale_suffix: str = ".weight_scale") -> StorageFormat:
     )
 
 
-def mxfp4(*, codes_suffix: str = ".weight_packed", scale_suffix: str = ".weight_scale") -> StorageFormat:
+def mxfp4(
+    *,
+    codes_suffix: str = ".weight_packed",
+    scale_suffix: str = ".weight_scale",
+    codes_dtype: str = "U8",
+    scale_dtype: str = "U8",
+) -> StorageFormat:
     """MXFP4: two E2M1 codes per byte, one E8M0 byte per 32 inputs."""
     return StorageFormat(
         name="mxfp4_e2m1",
         parts=(
-            Part(codes_suffix, "U8", (_OUT, Dim("in", 2))),
-            Part(scale_suffix, "U8", (_OUT, Dim("in", MX_BLOCK))),
+            Part(codes_suffix, codes_dtype, (_OUT, Dim("in", 2))),
+            Part(scale_suffix, scale_dtype, (_OUT, Dim("in", MX_BLOCK))),
+        ),
+        in_grain=MX_BLOCK,
+    )
+
+
+def mxfp4_blocks() -> StorageFormat:
+    """MXFP4 as gpt-oss stores it: the codes of a block of 32 inputs are an axis of their own."""
+    return StorageFormat(
+        name="mxfp4_e2m1",
+        parts=(
+            Part("_blocks", "U8", (_OUT, Dim("in", MX_BLOCK), Dim("none", MX_BLOCK // 2))),
+            Part("_scales", "U8", (_OUT, Dim("in", MX_BLOCK))),
         ),
         in_grain=MX_BLOCK,
     )

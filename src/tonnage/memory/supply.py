@@ -159,7 +159,7 @@ def find_gpu(name: str) -> Gpu:
         slugs = " or ".join(gpu.slug for gpu in found)
         raise UnknownGpuError(Problem(where="--gpu", what="name fits several GPUs", expected=slugs, found=name))
     slug_of = {_key(known): gpu.slug for gpu in gpus for known in gpu.names}
-    nearest = get_close_matches(wanted[:80], slug_of, n=5, cutoff=0.5)
+    nearest = get_close_matches(wanted[:80], slug_of, n=5)
     expected = ", ".join(dict.fromkeys(slug_of[key] for key in nearest)) or "a name out of `tonnage gpus`"
     raise UnknownGpuError(Problem(where="--gpu", what="GPU is not in the table", expected=expected, found=name))
 

@@ -50,6 +50,7 @@ class Module:
         shape: Axes of a single tensor.
         stack: Experts in one tensor; 0 if not stacked.
         bias: Whether ``NAME.bias`` exists.
+        optional: A checkpoint without it is complete too.
         fmt: Storage format the config states.
         names: What its expressions were evaluated with, for those of the engines.
     """
@@ -63,6 +64,7 @@ class Module:
     shape: tuple[tuple[Run, ...], ...]
     stack: int
     bias: bool
+    optional: bool
     fmt: StorageFormat
     names: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
@@ -95,7 +97,7 @@ class Module:
     @property
     def kind(self) -> Kind:
         """What quantisation rules see in it."""
-        if self.rule.role == "expert":
+        if self.rule.is_routed:
             return "expert"
         return "head" if self.rule.role == _HEAD else "linear"
 
@@ -268,7 +270,7 @@ def _rule_modules(rule: Rule, section: Section, numbers: _Numbers, scheme: Quant
             continue
         fmt = _stated_format(rule, scheme, first, len(index_names))
         groups.setdefault((*facts, fmt), []).append(-1 if first is None else first)
-    for (out, in_, shape, stack, bias, fmt), layers in groups.items():
+    for (out, in_, shape, stack, bias, optional, fmt), layers in groups.items():
         yield Module(
             rule=rule,
             section=section,
@@ -279,6 +281,7 @@ def _rule_modules(rule: Rule, section: Section, numbers: _Numbers, scheme: Quant
             shape=shape,
             stack=stack,
             bias=bias,
+            optional=optional,
             fmt=fmt,
             names=numbers.names(layers[0] if index_names else None),
         )  # type: ignore[misc]
@@ -290,12 +293,12 @@ def _stated_format(rule: Rule, scheme: QuantScheme, first: int | None, n_indices
         return PLAIN
     values = iter((first or 0, *([0] * n_indices)))
     name = _INDEX.sub(lambda _: str(next(values)), rule.pattern)
-    kind: Kind = "expert" if rule.role == "expert" else "head" if rule.role == _HEAD else "linear"
+    kind: Kind = "expert" if rule.is_routed else "head" if rule.role == _HEAD else "linear"
     return scheme.format_of(name, kind)
 
 
 def _uses(rule: Rule, names: frozenset[str] | set[str]) -> bool:
-    expressions = [rule.when, rule.bias, rule.stack]
+    expressions = [rule.when, rule.bias, rule.stack, rule.optional]
     for extents in (rule.out, rule.in_, *rule.shape):
         for extent in extents:
             expressions += [extent.size, extent.units]
@@ -357,6 +360,7 @@ class _Numbers:
             tuple(self._runs(axis, names, rule) for axis in rule.shape),
             0 if rule.stack is None else rule.stack.evaluate_int(names),
             rule.bias is not None and rule.bias.evaluate_bool(names),
+            rule.optional is not None and rule.optional.evaluate_bool(names),
         )
 
     @staticmethod

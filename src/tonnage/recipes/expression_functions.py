@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from tonnage.errors import Problem, RecipeError
 
@@ -94,6 +95,15 @@ def _round_up(arguments: Sequence[object], place: str) -> int:
     return checked_int(_ceil_div(arguments, place) * multiple, place)
 
 
+def _floor_mul(arguments: Sequence[object], place: str) -> int:
+    """Return a whole number times any number, rounded down; the product is taken exactly."""
+    value, factor = checked_int(arguments[0], place), arguments[1]
+    if isinstance(factor, float) and isfinite(factor):
+        numerator, denominator = factor.as_integer_ratio()
+        return checked_int(value * numerator // denominator, place)
+    return checked_int(value * checked_int(factor, place), place)
+
+
 def _len(arguments: Sequence[object], place: str) -> int:
     value = arguments[0]
     if not isinstance(value, (list, tuple, str, Mapping)):
@@ -128,6 +138,7 @@ FUNCTIONS: dict[str, Function] = {
     "max": Function(usage="max(a, b, ...) or max(list)", fewest=1, most=None, apply=_largest),
     "ceil_div": Function(usage="ceil_div(a, b)", fewest=2, most=2, apply=_ceil_div),
     "round_up": Function(usage="round_up(a, multiple)", fewest=2, most=2, apply=_round_up),
+    "floor_mul": Function(usage="floor_mul(a, number)", fewest=2, most=2, apply=_floor_mul),
     "len": Function(usage="len(list)", fewest=1, most=1, apply=_len),
     "int": Function(usage="int(value)", fewest=1, most=1, apply=_int),
     "sum": Function(usage="sum(list)", fewest=1, most=1, apply=_sum),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, get_args
@@ -37,9 +38,10 @@ FAMILIES_FILE = "families.toml"
 _TOP_KEYS = frozenset({"source", "scope", "names", "let", "index", "module", "include", "notes", *ENGINES})
 _RULE_KEYS = frozenset(
     "role out in shape units split why replicas when bias stack transposed bare dtype quantizes convert credit fused "
-    "stage optional".split()
+    "stage last_if optional".split()
 )
-_ENGINE_KEYS = frozenset("split replicas whole_if absent_if dtype held slice_size stage why".split())
+_INCLUDE_KEYS = frozenset({"recipe", "names", "scope", "when", "role", *ENGINES})
+_ENGINE_KEYS = frozenset("split replicas whole_if absent_if dtype held copies slice_size stage why".split())
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
@@ -81,7 +83,7 @@ def load_recipe(family: str) -> Recipe:
     recipe_name = str(families()[family].get("recipe", family))
     data = tomllib.loads(_read(f"{recipe_name}.toml"))
     return Recipe(
-        family=family, source=str(data.get("source", "")), sections=tuple(_sections(recipe_name, data, {}, (), ()))
+        family=family, source=str(data.get("source", "")), sections=tuple(_sections(recipe_name, data, _Part()))
     )
 
 
@@ -95,32 +97,41 @@ def parse_recipe(name: str, text: str) -> Recipe:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(Problem(where=name, what="not TOML", found=str(error))) from error
-    return Recipe(family=name, source=str(data.get("source", "")), sections=tuple(_sections(name, data, {}, (), ())))
+    return Recipe(family=name, source=str(data.get("source", "")), sections=tuple(_sections(name, data, _Part())))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What the includes on the way to a file say about it."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    scope: tuple[str, ...] = ()
+    when: tuple[Expression, ...] = ()
+    role: str = ""
+    engines: Mapping[str, EngineRule] = field(default_factory=dict)
 
 
 def _read(file_name: str) -> str:
     return (resources.files("tonnage.recipes") / file_name).read_text(encoding="utf-8")
 
 
-def _sections(
-    name: str,
-    data: dict[str, Any],
-    outer_names: dict[str, str],
-    outer_scope: tuple[str, ...],
-    when: tuple[Expression, ...],
-) -> Iterator[Section]:
+def _sections(name: str, data: dict[str, Any], part: _Part) -> Iterator[Section]:
     """Yield the section of one file, then those of the files it includes, names and scope resolved."""
     _only(data, _TOP_KEYS, name)
-    names = {**data.get("names", {}), **outer_names}
-    scope = outer_scope if outer_scope else _path(data.get("scope", ""))
+    names = {**data.get("names", {}), **part.names}
+    scope = part.scope or _path(data.get("scope", ""))
     indices = {key: _index(value, f"{name}: index.{key}") for key, value in data.get("index", {}).items()}
     engines = {
-        engine: _engine_rules(data[engine], names, f"{name}: {engine}") for engine in ENGINES if engine in data
+        engine: _engine_rules(data.get(engine, {}), names, part.engines.get(engine), f"{name}: {engine}")
+        for engine in ENGINES
+        if engine in data or engine in part.engines
     }
     if "module" in data:
         rules = tuple(
-            _rule(_named(pattern, names, name), facts, f"{name}: {pattern}") for pattern, facts in data["module"].items()
+            _rule(_named(pattern, names), facts, f"{name}: {pattern}") for pattern, facts in data["module"].items()
         )
+        if part.role:
+            rules = tuple(replace(rule, role=part.role, credit=None) for rule in rules)
         known = set(indices)
         for rule in rules:
             for index in _PLACEHOLDER.findall(rule.pattern):
@@ -129,9 +140,9 @@ def _sections(
         yield Section(
             name=name,
             scope=scope,
-            when=when,
+            when=part.when,
             lets=tuple(
-                (key, compile_expression(str(text), where=f"{name}: let.{key}"))
+                (key, compile_expression(_named(str(text), names), where=f"{name}: let.{key}"))
                 for key, text in data.get("let", {}).items()
             ),
             indices=indices,
@@ -139,17 +150,27 @@ def _sections(
             engines=engines,
         )
     for include in data.get("include", []):
-        _only(include, frozenset({"recipe", "names", "scope", "when"}), f"{name}: include")
-        inner = tomllib.loads(_read(f"{include['recipe']}.toml"))
-        inner_names = {key: _named(value, names, name) for key, value in include.get("names", {}).items()}
-        condition = _expr(include.get("when"), f"{name}: include {include['recipe']}")
-        yield from _sections(
-            include["recipe"],
-            inner,
-            inner_names,
-            _path(include["scope"]) if "scope" in include else scope,
-            (*when, condition) if condition else when,
-        )
+        inner = str(include["recipe"])
+        inside = _inside(part, include, names, scope, f"{name}: include {inner}")
+        yield from _sections(inner, tomllib.loads(_read(f"{inner}.toml")), inside)
+
+
+def _inside(
+    part: _Part, include: dict[str, Any], names: Mapping[str, str], scope: tuple[str, ...], where: str
+) -> _Part:
+    """Return what one include says, on top of what was said on the way to it."""
+    _only(include, _INCLUDE_KEYS, where)
+    condition = _expr(include.get("when"), where)
+    role = include.get("role", part.role)
+    if role and role not in ROLES:
+        raise _bad(where, "unknown role", ", ".join(ROLES), role)
+    return _Part(
+        names={key: _named(value, names) for key, value in include.get("names", {}).items()},
+        scope=_path(include["scope"]) if "scope" in include else scope,
+        when=(*part.when, condition) if condition else part.when,
+        role=role,
+        engines={**part.engines, **{e: _engine_rule(include[e], where) for e in ENGINES if e in include}},
+    )
 
 
 def _rule(pattern: str, facts: dict[str, Any], where: str) -> Rule:
@@ -183,13 +204,15 @@ def _rule(pattern: str, facts: dict[str, Any], where: str) -> Rule:
         when=_expr(facts.get("when"), where),
         bias=_expr(facts.get("bias"), where),
         stack=_expr(facts.get("stack"), where),
+        optional=_expr(facts.get("optional"), where),
         stage=facts.get("stage", "layer" if "{layer}" in pattern else "all"),
+        last_if=_expr(facts.get("last_if"), where),
         **sizes,
         **plain,
     )
 
 
-_PARSED = frozenset({"out", "in", "shape", "units", "when", "bias", "stack", "split", "stage"})
+_PARSED = frozenset({"out", "in", "shape", "units", "when", "bias", "stack", "split", "stage", "last_if", "optional"})
 
 
 def _extents(value: object, units: object, where: str) -> tuple[Extent, ...]:
@@ -203,7 +226,9 @@ def _extents(value: object, units: object, where: str) -> tuple[Extent, ...]:
     )
 
 
-def _engine_rules(data: dict[str, Any], names: dict[str, str], where: str) -> EngineRules:
+def _engine_rules(
+    data: dict[str, Any], names: Mapping[str, str], every: EngineRule | None, where: str
+) -> EngineRules:
     modules, fused = {}, {}
     for key, facts in data.items():
         if key == "fused":
@@ -214,15 +239,20 @@ def _engine_rules(data: dict[str, Any], names: dict[str, str], where: str) -> En
                     why=fused_facts["why"],
                 )
             continue
-        _only(facts, _ENGINE_KEYS, f"{where}: {key}")
-        modules[_named(key, names, where)] = EngineRule(
-            whole_if=_expr(facts.get("whole_if"), where),
-            absent_if=_expr(facts.get("absent_if"), where),
-            held=_expr(facts.get("held"), where),
-            slice_size=_expr(facts.get("slice_size"), where),
-            **{k: facts[k] for k in ("split", "replicas", "dtype", "stage", "why") if k in facts},
-        )
-    return EngineRules(modules=modules, fused=fused)
+        modules[_named(key, names)] = _engine_rule(facts, f"{where}: {key}")
+    return EngineRules(modules=modules, fused=fused, every=every)
+
+
+def _engine_rule(facts: dict[str, Any], where: str) -> EngineRule:
+    _only(facts, _ENGINE_KEYS, where)
+    return EngineRule(
+        whole_if=_expr(facts.get("whole_if"), where),
+        absent_if=_expr(facts.get("absent_if"), where),
+        held=_expr(facts.get("held"), where),
+        copies=_expr(facts.get("copies"), where),
+        slice_size=_expr(facts.get("slice_size"), where),
+        **{k: facts[k] for k in ("split", "replicas", "dtype", "stage", "why") if k in facts},
+    )
 
 
 def _index(value: object, where: str) -> IndexRule:
@@ -238,7 +268,7 @@ def _expr(value: object, where: str) -> Expression | None:
     return compile_expression(str(value) if not isinstance(value, bool) else repr(value), where=where)
 
 
-def _named(text: str, names: dict[str, str], where: str) -> str:
+def _named(text: str, names: Mapping[str, str]) -> str:
     """Put the names in; what is left in braces is an index."""
     for key, value in names.items():
         text = text.replace("{" + key + "}", value)

@@ -5,7 +5,7 @@
     source = "..."                         # where the facts come from
     scope = "text_config"                  # config object the fields are looked up in first; optional
 
-    [names]                                # text put in for {model}, {head}, ... in the patterns
+    [names]                                # text put in for {model}, {head}, ... in patterns and [let]
     [let]                                  # named expressions, in order, each may use the ones above
     [index]                                # extent of {layer}, {expert}, ...: an expression, or { start, count }
 
@@ -18,6 +18,8 @@
     [[include]]                            # another recipe as a part of this one
     recipe = "llama"
     names = { model = "language_model.model." }
+    role = "mtp"                           # the role of everything in the part; optional, as is an engine's rule for it
+    vllm = { absent_if = "True", why = "..." }
 
 A module with ``out`` and ``in`` is a linear weight: it is stored as ``NAME.weight`` or in whatever tensors a storage format
 has for it. A module with ``shape`` is one tensor stored under exactly its name. Every number is an expression
@@ -27,7 +29,7 @@ expressions on the split axis means parts that are cut one by one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -82,7 +84,8 @@ class Rule:
         credit: The share of the credit estimator it is counted in.
         fused: Engine module it is loaded into together with its siblings.
         stage: Pipeline stages that hold it.
-        optional: A checkpoint without it is complete too.
+        last_if: Condition for the last stage to hold it as well as the first: an embedding that is the head too.
+        optional: Condition under which a checkpoint without it is complete too (a head tied to the embedding).
     """
 
     pattern: str
@@ -104,7 +107,13 @@ class Rule:
     credit: Credit | None = None
     fused: str = ""
     stage: Stage = "layer"
-    optional: bool = False
+    last_if: Expression | None = None
+    optional: Expression | None = None
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether these are routed experts, whatever part of the model they are in."""
+        return self.role == "expert" or "{expert}" in self.pattern or self.stack is not None
 
     @property
     def is_linear(self) -> bool:
@@ -123,8 +132,9 @@ class EngineRule:
         replicas: As in :class:`Rule`.
         whole_if: Every rank holds the module whole where this is true.
         absent_if: The engine holds nothing for the module where this is true.
-        dtype: It holds the tensor in this dtype.
+        dtype: It holds the tensor in this dtype; a quantised weight is held plain, without scales.
         held: It holds this many elements per rank.
+        copies: It holds its part this many times.
         slice_size: Elements of the split axis it holds per rank, zero-filled where that is more than the slice.
         stage: It places the module on these pipeline stages instead.
         why: The reason, printed with the line.
@@ -136,6 +146,7 @@ class EngineRule:
     absent_if: Expression | None = None
     dtype: str = ""
     held: Expression | None = None
+    copies: Expression | None = None
     slice_size: Expression | None = None
     stage: Stage | None = None
     why: str = ""
@@ -159,10 +170,11 @@ class IndexRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRules:
-    """All exceptions of one engine for one section."""
+    """All exceptions of one engine for one section; one for every module goes before those of single modules."""
 
-    modules: Mapping[str, EngineRule]
-    fused: Mapping[str, FusedRule]
+    modules: Mapping[str, EngineRule] = field(default_factory=dict)
+    fused: Mapping[str, FusedRule] = field(default_factory=dict)
+    every: EngineRule | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

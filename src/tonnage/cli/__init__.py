@@ -1,0 +1,64 @@
+"""The ``tonnage`` command: one module per command, each parses options, calls :mod:`tonnage.api` and renders.
+
+Exit codes: 0 yes, 1 bug (a traceback), 2 unusable input, 3 does not fit. Results on stdout, everything else on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from tonnage import __version__
+from tonnage.cli.demo import demo
+from tonnage.cli.gpus import gpus
+from tonnage.cli.inspect import inspect
+from tonnage.cli.models import models
+from tonnage.cli.plan import plan
+from tonnage.cli.synth import synth
+from tonnage.errors import TonnageError
+
+UNUSABLE_INPUT = 2
+
+app = typer.Typer(
+    name="tonnage",
+    help="To the byte, what every GPU will hold of a language model, before anything is downloaded or loaded.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:  # noqa: FBT001 - the signature of a typer callback
+    if wanted:
+        typer.echo(f"tonnage {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: bool = typer.Option(  # noqa: FBT001 - an option of the command line
+        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    pass
+
+
+for command in (inspect, plan, models, gpus, synth, demo):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command; a refusal is printed on stderr, one line per problem, and exits with 2."""
+    try:
+        app()
+    except TonnageError as error:
+        for problem in error.problems:
+            print(f"tonnage: {problem}", file=sys.stderr)  # noqa: T201 - the command's own output
+        raise SystemExit(UNUSABLE_INPUT) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(UNUSABLE_INPUT) from None

@@ -1,0 +1,134 @@
+"""Routed experts in an exl3-v1 container: one file per layer beside the shards, cut by slots instead of by tensors.
+
+Every layer file is checked against the manifest's geometry: exactly its tensors, dtypes, shapes and metadata.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tonnage.errors import CheckpointError, ConfigError, PlacementError, Problem, TonnageError
+from tonnage.formats.exl3_v1 import layer_metadata, layer_tensors, rank_layer_bytes
+from tonnage.formats.exl3_v1_partition import fork_extents, partition_extents
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tonnage.checkpoint.skeletons import ShardHeader
+    from tonnage.formats.exl3_v1_manifest import SlotManifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    """A checked container.
+
+    Attributes:
+        manifest: Geometry and layers.
+        row_strides: Bytes of one row of codes, per layer in the manifest's order.
+    """
+
+    manifest: SlotManifest
+    row_strides: tuple[int, ...]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers whose experts it stores, ascending."""
+        return tuple(layer.index for layer in self.manifest.layers)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Payload bytes of all layer files."""
+        geometry = self.manifest.geometry
+        return sum(
+            tensor.nbytes for stride in self.row_strides for tensor in layer_tensors(geometry, row_stride_bytes=stride)
+        )
+
+    @property
+    def tensors(self) -> int:
+        """Tensors of all layer files."""
+        geometry, strides = self.manifest.geometry, self.row_strides
+        return sum(len(layer_tensors(geometry, row_stride_bytes=stride)) for stride in strides)
+
+
+def check_container(manifest: SlotManifest, shards: Sequence[ShardHeader]) -> Container:
+    """Return the container, every layer file held against the manifest.
+
+    Raises:
+        CheckpointError: A file is absent, or a tensor or metadata entry is not what the manifest declares.
+    """
+    by_name = {shard.shard_file: shard for shard in shards}
+    geometry, dialect = manifest.geometry, manifest.dialect
+    problems: list[Problem] = []
+    strides: list[int] = []
+    for layer in manifest.layers:
+        shard = by_name.get(layer.file)
+        if shard is None:
+            problems.append(Problem(where=layer.file, what="missing layer file of the manifest"))
+            continue
+        found = {entry.name: (entry.dtype, entry.shape) for entry in shard.entries()}
+        shape = found.get(dialect.codes, ("", ()))[1]
+        stride = shape[1] if len(shape) == 2 else None
+        try:
+            tensors = layer_tensors(geometry, row_stride_bytes=stride, dialect=dialect)
+        except TonnageError as error:
+            problems.extend(
+                Problem(where=layer.file, tensor=dialect.codes, what=p.what, expected=p.expected, found=p.found)
+                for p in error.problems
+            )
+            continue
+        strides.append(next(t.shape[1] for t in tensors if t.name == dialect.codes))
+        expected = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                problems.append(
+                    Problem(
+                        where=layer.file,
+                        tensor=name,
+                        what="not the tensor the manifest declares",
+                        expected=_shown(expected.get(name)),
+                        found=_shown(found.get(name)),
+                    )
+                )
+        metadata = shard.skeleton.metadata
+        for key, value in layer_metadata(geometry, layer.index, dialect=dialect).items():
+            if metadata.get(key) != value:
+                problems.append(
+                    Problem(where=layer.file, what=f"metadata {key}", expected=value, found=str(metadata.get(key)))
+                )
+    if problems:
+        raise CheckpointError(*problems)
+    return Container(manifest=manifest, row_strides=tuple(strides))
+
+
+def slot_extents(container: Container, tp: int) -> tuple[tuple[range, ...], ...]:
+    """Return for every layer the slots of every rank.
+
+    With a barrier at half the slots the owners rotate from layer to layer, as the vLLM fork that serves such containers
+    does it; otherwise the container's own partition is used on every layer.
+
+    Raises:
+        PlacementError: The ranks cannot share the slots.
+    """
+    geometry = container.manifest.geometry
+    if tp == 1:
+        return ((range(geometry.num_slots),),) * len(container.layers)
+    if geometry.extent_barriers == (geometry.num_slots // 2,):
+        return tuple(fork_extents(geometry, tp, position) for position in range(len(container.layers)))
+    return (partition_extents(geometry, tp),) * len(container.layers)
+
+
+def slot_bytes(container: Container, tp: int) -> tuple[tuple[int, ...], ...]:
+    """Return for every layer the bytes of every rank."""
+    geometry = container.manifest.geometry
+    return tuple(
+        tuple(rank_layer_bytes(geometry, len(slots), row_stride_bytes=stride) for slots in extents)
+        for extents, stride in zip(slot_extents(container, tp), container.row_strides, strict=True)
+    )
+
+
+def _shown(kind: tuple[str, tuple[int, ...]] | None) -> str:
+    return "no such tensor" if kind is None else f"{kind[0]} {list(kind[1])}"
+
+
+__all__ = ["ConfigError", "Container", "PlacementError", "check_container", "slot_bytes", "slot_extents"]

@@ -1,0 +1,159 @@
+"""Tables for people. GiB is 2**30 and labelled so; every line shows its basis and where to check it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tonnage.units import MIB, gib
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tonnage.api import Checkpoint, PlanRequest
+    from tonnage.inspection import Inspection, Sum
+    from tonnage.memory.supply import Gpu
+    from tonnage.plan import Plan, RankLedger
+
+
+def render(table: RenderableType, *, width: int | None = None) -> str:
+    """Return a table as text: as wide as the terminal, or 110 columns where there is none."""
+    console = Console(width=width, no_color=None)
+    if not console.is_terminal and width is None:
+        console = Console(width=110, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def plan_table(checkpoint: Checkpoint, request: PlanRequest, plan: Plan, suggestions: Sequence[str]) -> RenderableType:
+    """Return the ledger of the binding rank, the other ranks in one line each, and the verdict."""
+    topology = " ".join(
+        f"{name}{size}" for name, size in (("tp", request.tp), ("ep", request.ep), ("pp", request.pp), ("dcp", request.dcp))
+        if size > 1 or name == "tp"
+    )
+    title = f"{checkpoint.name} ({checkpoint.family}) · {topology} · {request.engine} · {request.estimator}"
+    parts: list[RenderableType] = [Text(title, style="bold"), _ledger(plan.ranks[plan.binding_rank])]
+    if len(plan.ranks) > 1:
+        parts.append(Text(_spread(plan)))
+    parts += [_remarks(plan, kind) for kind in dict.fromkeys(remark.kind for remark in plan.remarks)]
+    parts += [Text(note, style="dim") for note in (*plan.notes, *plan.pessimism)]
+    parts.append(_verdict(plan, suggestions))
+    return Group(*parts)
+
+
+def inspect_table(checkpoint: Checkpoint, inspection: Inspection) -> RenderableType:
+    """Return totals and the sums by role, storage format and dtype."""
+    source = f"{len(checkpoint.headers.shards)} shard files" if checkpoint.headers is not None else "config alone"
+    parts: list[RenderableType] = [
+        Text(f"{checkpoint.name} ({checkpoint.family}), from {source}", style="bold"),
+        Text(f"tensors {inspection.total.tensors:,} · payload {inspection.total.nbytes:,} bytes ({gib(inspection.total.nbytes)} GiB)"),
+        _sums("role", inspection.by_role),
+        _sums("storage format", inspection.by_format),
+        _sums("dtype", inspection.by_dtype),
+        Text(f"counted projections {inspection.projection_bytes:,} bytes · latent pair {inspection.latent_bytes:,} bytes · "
+             f"convertible to MXFP8 {inspection.convertible_bytes:,} bytes"),
+    ]  # fmt: skip
+    parts += [Text(note, style="dim") for note in inspection.notes]
+    if checkpoint.headers is not None:
+        parts.append(Text("nothing missing, nothing unexpected, nothing misshapen"))
+    return Group(*parts)
+
+
+def families_table(families: Mapping[str, Mapping[str, object]]) -> RenderableType:
+    """Return the known model families."""
+    table = _table("family", "model_type", "models")
+    for name, facts in families.items():
+        types = facts["model_types"]
+        table.add_row(name, ", ".join(types) if isinstance(types, list) else "", str(facts.get("title", "")))
+    return table
+
+
+def gpus_table(rows: Sequence[tuple[Gpu, int, str]]) -> RenderableType:
+    """Return the known GPUs with what a process can use and how that is known."""
+    table = _table("name", "GPU", "nominal GB", "usable GiB", "basis")
+    for gpu, nbytes, basis in rows:
+        table.add_row(gpu.slug, gpu.name, str(gpu.nominal_gb), gib(nbytes, digits=2), basis)
+    return table
+
+
+def _ledger(ledger: RankLedger) -> Table:
+    table = _table(f"rank {ledger.rank}", "bytes", "GiB", "basis", "source")
+    for line in ledger.lines:
+        table.add_row(line.component, f"{line.nbytes:,}", gib(line.nbytes), line.basis, line.source)
+        if line.bound_nbytes > line.nbytes:
+            table.add_row("  bound", f"{line.bound_nbytes:,}", gib(line.bound_nbytes), "", "")
+    table.add_section()
+    table.add_row("weights", f"{ledger.weights_bytes:,}", gib(ledger.weights_bytes), "", "")
+    table.add_row("fixed", f"{ledger.fixed_bytes:,}", gib(ledger.fixed_bytes), "", "")
+    return table
+
+
+def _remarks(plan: Plan, kind: str) -> RenderableType:
+    """Return the remarks of one kind that matter, and the sum of those that do not."""
+    table = _table(kind, "GiB", "why")
+    small = 0
+    for remark in plan.remarks:
+        if remark.kind == kind and remark.nbytes >= MIB:
+            table.add_row(remark.role, gib(remark.nbytes), remark.why)
+        elif remark.kind == kind:
+            small += remark.nbytes
+    if small:
+        table.add_row("others", gib(small), f"{small:,} bytes in pieces under 1 MiB, listed by --json")
+    return table
+
+
+def _spread(plan: Plan) -> str:
+    """Say how the ranks differ."""
+    by_size: dict[int, list[int]] = {}
+    for ledger in plan.ranks:
+        by_size.setdefault(ledger.fixed_bytes, []).append(ledger.rank)
+    if len(by_size) == 1:
+        return f"all {len(plan.ranks)} ranks hold the same"
+    return " · ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)}: {size:,} bytes ({gib(size)} GiB)"
+        for size, ranks in sorted(by_size.items(), reverse=True)
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write 0, 1, 2, 5 as ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _verdict(plan: Plan, suggestions: Sequence[str]) -> Text:
+    spare = plan.spare_bytes(plan.binding_rank)
+    if plan.supply is None or spare is None:
+        return Text("no --gpu or --supply given, so no verdict")
+    supply = f"supply {gib(plan.supply.nbytes)} GiB ({plan.supply.basis}: {plan.supply.source})"
+    if spare >= 0:
+        return Text(f"FITS: spare {gib(spare)} GiB on rank {plan.binding_rank}, {supply}", style="bold green")
+    text = Text("REFUSED: " + "; ".join(plan.reasons), style="bold red")
+    text.append(f"\n{supply}", style="not bold")
+    if suggestions:
+        text.append("\nwould fit with: " + ", or ".join(suggestions), style="not bold")
+    return text
+
+
+def _sums(title: str, rows: Sequence[tuple[str, Sum]]) -> Table:
+    table = _table(title, "tensors", "bytes", "GiB")
+    for name, total in rows:
+        table.add_row(name, f"{total.tensors:,}", f"{total.nbytes:,}", gib(total.nbytes))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        number = column in ("bytes", "GiB", "tensors", "nominal GB", "usable GiB")
+        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
