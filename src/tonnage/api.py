@@ -32,6 +32,8 @@ from tonnage.recipes.loader import families, family_of, load_recipe
 from tonnage.topology import Engine, Topology
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tonnage.formats.exl3_v1_manifest import SlotManifest
 
 Convert = Literal["none", "mxfp8"]
@@ -122,13 +124,29 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     raw = read_bytes(path)
     fields = parse_object(raw, where=path.name, kind=ConfigError, constants=True)
     name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
-    hf_quant = fields.get("_hf_quant_config")
-    if path.name == "config.json" and hf_quant is None:
-        hf_quant = _optional_json(path.with_name("hf_quant_config.json"))
-    config = parse_config(fields, name=name, hf_quant=hf_quant if isinstance(hf_quant, dict) else None)
-    return Checkpoint(
-        name=name, digest=hashlib.sha256(raw).hexdigest(), assignment=assign_blueprint(_blueprint(config)), headers=None
-    )
+    beside = _optional_json(path.with_name("hf_quant_config.json")) if path.name == "config.json" else None
+    return checkpoint_from_config(fields, name=name, hf_quant=beside, digest=hashlib.sha256(raw).hexdigest())
+
+
+def checkpoint_from_config(
+    fields: Mapping[str, Any], *, name: str, hf_quant: Mapping[str, Any] | None = None, digest: str = ""
+) -> Checkpoint:
+    """Return the checkpoint that a config promises; no file is read.
+
+    Args:
+        fields: config.json; may carry ``hf_quant_config.json`` under ``_hf_quant_config``.
+        name: For reports.
+        hf_quant: hf_quant_config.json, if it is at hand.
+        digest: Of what the fields were read from.
+
+    Raises:
+        TonnageError: The family or quantisation is unknown, or a field is missing or wrong.
+    """
+    carried = fields.get("_hf_quant_config")
+    if hf_quant is None and isinstance(carried, dict):
+        hf_quant = carried
+    config = parse_config(fields, name=name, hf_quant=hf_quant)
+    return Checkpoint(name=name, digest=digest, assignment=assign_blueprint(_blueprint(config)), headers=None)
 
 
 def plan_checkpoint(checkpoint: Checkpoint, request: PlanRequest) -> Plan:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from tonnage.assignment import Assigned, Assignment
 from tonnage.checkpoint.recognise import AUXILIARY, PLAIN_DTYPES, SUFFIXES, candidates
-from tonnage.checkpoint.tally import Kind, Kinds, Tally, mask, matching_names, tally
+from tonnage.checkpoint.tally import Kind, Kinds, Masker, matching_names, tally
 from tonnage.errors import CheckpointError, Problem, TonnageError
 from tonnage.formats.dtypes import TORCH_NAMES
-from tonnage.recipes.blueprint import Blueprint, Module, Stored, masked, stored_tensors
+from tonnage.recipes.blueprint import Blueprint, Module, Stored, masked, spells_number, stored_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -61,7 +61,8 @@ class _Matcher:
 
     def __init__(self, blueprint: Blueprint, shards: Sequence[ShardHeader], elsewhere: frozenset[int]) -> None:
         self._blueprint, self._shards, self._elsewhere = blueprint, shards, elsewhere
-        self._tally = tally(shards)
+        self._masker = Masker(_spelled_names(blueprint))
+        self._tally = tally(shards, self._masker)
         self._missing: list[tuple[str, str]] = []
         self._problems: list[Problem] = []
         self._notes: list[str] = []
@@ -119,7 +120,7 @@ class _Matcher:
                         keys.add((base + suffix, first))
         result: dict[tuple[str, int | None], dict[tuple[int, ...], dict[str, Kind]]] = {}
         if keys:
-            for name, kind, numbers in matching_names(self._shards, keys):
+            for name, kind, numbers in matching_names(self._shards, keys, self._masker):
                 base = wanted[name]
                 instance = result.setdefault((base, numbers[0] if numbers else None), {}).setdefault(numbers[1:], {})
                 instance[name[len(base) :]] = kind
@@ -237,7 +238,7 @@ class _Matcher:
         """Name the instances that are missing or beyond the range, by looking at every name once more."""
         base = masked(module.rule.pattern)
         seen: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-        for name, _, numbers in matching_names(self._shards, {(base + suffix, first) for suffix in suffixes}):
+        for name, _, numbers in matching_names(self._shards, {(base + suffix, first) for suffix in suffixes}, self._masker):
             seen[name[len(base) :]].add(numbers[1:])
         expected = {indices[1:] if module.first else indices for indices in replace(module, first=module.first[:1]).instances()}
         for suffix, present in seen.items():
@@ -364,4 +365,10 @@ def _recognise_single(
     return module.fmt, (replace(tensor, dtype=kind.dtype),)
 
 
-__all__ = ["Tally", "assign_headers", "mask"]
+
+def _spelled_names(blueprint: Blueprint) -> Iterator[str]:
+    """Yield the full patterns, every suffix, of modules whose names hold a number that is no index."""
+    for module in blueprint.modules:
+        pattern = module.rule.pattern
+        if spells_number(pattern):
+            yield from (pattern + suffix for suffix in ((*SUFFIXES, *AUXILIARY) if module.rule.is_linear else ("",)))

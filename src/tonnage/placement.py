@@ -7,71 +7,24 @@ slice (padding, a finer scale grid, another dtype) the difference is kept apart,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tonnage.container import slot_bytes
-from tonnage.cuts import Ranges, Uncuttable, cut_axis, extent
-from tonnage.engines.model import EngineModel, Extra, Local
+from tonnage.engines.model import Deal, EngineModel, Extra, How
 from tonnage.errors import PlacementError, Problem
-from tonnage.formats.dtypes import DTYPE_BITS, payload_bytes
-from tonnage.formats.storage import joint_grain
-from tonnage.topology import Topology, expert_counts, stage_layers
+from tonnage.shares import NOTHING, Grains, Piece, Share, Shares, axis_grains
+from tonnage.topology import Topology, stage_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Mapping
 
     from tonnage.assignment import Assigned, Assignment
-    from tonnage.recipes.blueprint import Run, Stored
     from tonnage.recipes.schema import EngineRule, Stage
 
-How = Literal["split", "replicated", "whole experts", "absent"]
+__all__ = ["TP_SIZES_TRIED", "Piece", "Placed", "Placement", "Share", "can_place", "place"]
+
 TP_SIZES_TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32, 48, 64, 72, 96)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One stored tensor of one instance on one rank.
-
-    Attributes:
-        shape: Shape the rank holds.
-        slice_bytes: Bytes taken from the stored tensor.
-        held_bytes: Bytes held; more than the slice is padding, less is what the engine drops.
-        why: Reason for the difference.
-    """
-
-    shape: tuple[int, ...]
-    slice_bytes: int
-    held_bytes: int
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """A module's part on one tensor-parallel rank.
-
-    Attributes:
-        axis: Logical axis that is cut; ``none`` where the rank holds the whole.
-        ranges: Elements of that axis, one range per fused part.
-        copies: Instances held for one value of the first index.
-        pieces: Every stored tensor of one instance.
-    """
-
-    axis: str
-    ranges: Ranges
-    copies: int
-    pieces: tuple[Piece, ...]
-
-    @property
-    def slice_bytes(self) -> int:
-        """Bytes taken from the checkpoint for one value of the first index."""
-        return self.copies * sum(piece.slice_bytes for piece in self.pieces)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes held for one value of the first index."""
-        return self.copies * sum(piece.held_bytes for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +112,9 @@ def place(assignment: Assignment, topology: Topology, engine: EngineModel) -> Pl
         raise PlacementError(
             Problem(where="--ep", what="an exl3-v1 container is cut by channels, not by experts", expected="1", found=str(topology.ep))
         )
+    refusals = engine.check(assignment, topology)
+    if refusals:
+        raise PlacementError(*refusals)
     placed, problems = _try_place(assignment, topology, engine)
     if problems:
         works = [str(tp) for tp in TP_SIZES_TRIED if can_place(assignment, _with_tp(topology, tp), engine)]
@@ -197,215 +153,85 @@ def _with_tp(topology: Topology, tp: int) -> Topology:
 def _try_place(
     assignment: Assignment, topology: Topology, engine: EngineModel
 ) -> tuple[list[Placed], list[Problem]]:
+    try:
+        deals = engine.deal(assignment, topology) if topology.tp > 1 else {}
+    except PlacementError as error:
+        return [], list(error.problems)
     placed: list[Placed] = []
     problems: dict[str, Problem] = {}
-    grains = _axis_grains(assignment) if engine.uneven else {}
-    for entry in assignment.entries:
-        result = _place_entry(entry, topology, engine, grains)
-        if isinstance(result, Problem):
-            problems.setdefault(str(result), result)
-        else:
-            placed.append(result)
+    grains = axis_grains(assignment) if engine.uneven else {}
+    for number, entry in enumerate(assignment.entries):
+        try:
+            if number in deals:
+                placed.extend(_dealt(entry, deals[number], topology, engine))
+            else:
+                placed.append(_by_recipe(entry, topology, engine, grains))
+        except PlacementError as error:
+            problems.update((str(problem), problem) for problem in error.problems)
     return placed, list(problems.values())
 
 
-def _place_entry(
-    entry: Assigned, topology: Topology, engine: EngineModel, grains: dict[tuple[str, int], int]
-) -> Placed | Problem:
-    module, rule = entry.module, entry.module.rule
+def _by_recipe(entry: Assigned, topology: Topology, engine: EngineModel, grains: Grains) -> Placed:
+    """Place an entry as its recipe line and the engine's exception to it say."""
+    rule = entry.module.rule
     exception = _exception(entry, engine)
-    names = {**module.names, "tp": topology.tp, "ep": topology.ep, "etp": topology.expert_tp}
-    stage = (exception.stage if exception and exception.stage else None) or rule.stage
-    if stage == "first" and rule.last_if is not None and rule.last_if.evaluate_bool(names):
-        stage = "ends"
+    names = _names(entry, topology)
+    stage = _stage(entry, exception, names)
     split = (exception.split if exception and exception.split else None) or rule.split
     why = (exception.why if exception else "") or rule.why
     ranks = range(topology.tp)
     if exception and exception.absent_if is not None and exception.absent_if.evaluate_bool(names):
-        nothing = Share(axis="none", ranges=(), copies=0, pieces=())
-        return Placed(entry=entry, how="absent", why=why, stage=stage, shares=tuple(nothing for _ in ranks))
+        return Placed(entry=entry, how="absent", why=why, stage=stage, shares=(NOTHING,) * topology.tp)
     whole = split == "replicated" or (
         exception is not None and exception.whole_if is not None and exception.whole_if.evaluate_bool(names)
     )
-    maker = _Shares(entry, topology, engine, exception, names)
+    maker = Shares(entry, topology, engine, exception, names)
     if rule.is_routed and topology.ep > 1:
-        return Placed(
-            entry=entry, how="whole experts", why="", stage=stage, shares=tuple(maker.experts(r) for r in ranks)
-        )
+        experts = tuple(maker.experts(rank) for rank in ranks)
+        return Placed(entry=entry, how="whole experts", why="", stage=stage, shares=experts)
     if whole or topology.tp == 1:
-        share = maker.whole(split)
-        return Placed(entry=entry, how="replicated", why=why, stage=stage, shares=tuple(share for _ in ranks))
-    shares = []
-    for rank in ranks:
-        share = maker.split(split, rank, grains)
-        if isinstance(share, Problem):
-            return share
-        shares.append(share)
-    return Placed(entry=entry, how="split", why=why, stage=stage, shares=tuple(shares))
+        shares = (maker.whole(split),) * topology.tp
+        return Placed(entry=entry, how="replicated", why=why, stage=stage, shares=shares)
+    shares = tuple(_unless_refused(maker.split(split, rank, grains)) for rank in ranks)
+    return Placed(entry=entry, how="split", why=why, stage=stage, shares=shares)
+
+
+def _dealt(
+    entry: Assigned, deals: Iterable[Deal], topology: Topology, engine: EngineModel
+) -> Iterable[Placed]:
+    """Place an entry as the engine deals it out, which may differ by layer."""
+    names = _names(entry, topology)
+    stage = _stage(entry, None, names)
+    for deal in deals:
+        part = replace(entry, first=deal.first)
+        maker = Shares(part, topology, engine, None, names)
+        shares = tuple(maker.dealt(deal, rank) for rank in range(topology.tp))
+        yield Placed(entry=part, how=deal.how, why=deal.why, stage=stage, shares=shares)
+
+
+def _names(entry: Assigned, topology: Topology) -> Mapping[str, object]:
+    return {**entry.module.names, "tp": topology.tp, "ep": topology.ep, "etp": topology.expert_tp}
+
+
+def _stage(entry: Assigned, exception: EngineRule | None, names: Mapping[str, object]) -> Stage:
+    rule = entry.module.rule
+    stage = (exception.stage if exception else None) or rule.stage
+    if stage == "first" and rule.last_if is not None and rule.last_if.evaluate_bool(names):
+        return "ends"
+    return stage
+
+
+def _unless_refused(share: Share | Problem) -> Share:
+    if isinstance(share, Problem):
+        raise PlacementError(share)
+    return share
 
 
 def _exception(entry: Assigned, engine: EngineModel) -> EngineRule | None:
-    rules = entry.module.section.engines.get(engine.name)
-    return (rules.every or rules.modules.get(entry.module.rule.pattern)) if rules else None
-
-
-class _Shares:
-    """Makes the shares of one module; equal local extents are computed once."""
-
-    def __init__(
-        self,
-        entry: Assigned,
-        topology: Topology,
-        engine: EngineModel,
-        exception: EngineRule | None,
-        names: dict[str, object],
-    ) -> None:
-        self._entry, self._module = entry, entry.module
-        self._topology, self._engine, self._exception, self._names = topology, engine, exception, names
-        self._pieces = lru_cache(maxsize=64)(self._make_pieces)
-
-    def whole(self, split: str) -> Share:
-        """The rank holds everything; a vocabulary is padded all the same."""
-        axis = "out" if split == "vocab" else "none"
-        ranges: Ranges = ((0, self._module.out_size or self._axis_size(self._runs("column"))),)
-        return Share(axis="none", ranges=(), copies=self._entry.copies, pieces=self._pieces(axis, ranges, 1))
-
-    def experts(self, rank: int) -> Share:
-        """The rank holds whole experts."""
-        module, ep = self._module, self._topology.ep
-        experts = module.stack or module.experts
-        counts = expert_counts(experts, ep)
-        begin, mine = sum(counts[:rank]), counts[rank]
-        if module.stack:
-            ranges: Ranges = ((begin, begin + mine),)
-            return Share(axis="stack", ranges=ranges, copies=self._entry.copies, pieces=self._pieces("stack", ranges, 1))
-        copies = mine * (self._entry.copies // experts) if experts else 0
-        if self._entry.members:
-            copies = sum(begin <= expert < begin + mine for expert in self._entry.members)
-        return Share(axis="stack", ranges=((begin, begin + mine),), copies=copies, pieces=self._pieces("none", (), 1))
-
-    def split(self, split: str, rank: int, grains: dict[tuple[str, int], int]) -> Share | Problem:
-        """The rank holds its slice."""
-        tp, engine, rule = self._topology.tp, self._engine, self._module.rule
-        runs = self._runs(split)
-        replicas = rule.replicas if self._exception is None or self._exception.replicas is None else self._exception.replicas
-        axis = "in" if split == "row" else "out"
-        slice_size = self._slice_size()
-        if split == "vocab":
-            rows = engine.vocab_rows(self._axis_size(runs), tp)
-            if rows % tp == 0:
-                share, real = rows // tp, self._axis_size(runs)
-                begin = min(rank * share, real)
-                found: Ranges | Uncuttable = ((begin, min(begin + share, real)),)
-                slice_size = share
-            else:
-                found = Uncuttable(rows, rows)
-        elif slice_size is not None and not engine.uneven:
-            begin = min(rank * slice_size, self._axis_size(runs))
-            found = ((begin, min(begin + slice_size, self._axis_size(runs))),)
-        else:
-            grain = grains.get(_axis_key(self._entry, axis), 1)
-            found = cut_axis(runs, tp, rank, replicas=replicas, uneven=engine.uneven, grain=grain)
-        if isinstance(found, Uncuttable):
-            return Problem(
-                where=f"--tp {tp} --engine {engine.name}",
-                tensor=rule.pattern,
-                what=f"axis {axis} of {found.size} elements in {found.units} units cannot be cut over {tp} ranks",
-                expected=f"a divisor of {found.units}" + (" or a multiple" if replicas else ""),
-                found=str(tp),
-            )
-        return Share(
-            axis=axis, ranges=found, copies=self._entry.copies, pieces=self._pieces(axis, found, slice_size or 0)
-        )
-
-    def _slice_size(self) -> int | None:
-        if self._exception is None or self._exception.slice_size is None:
-            return None
-        return self._exception.slice_size.evaluate_int(self._names)
-
-    def _runs(self, split: str) -> tuple[Run, ...]:
-        module = self._module
-        if module.rule.is_linear:
-            return module.in_ if split == "row" else module.out
-        return module.shape[-1] if split == "row" else module.shape[0] if module.shape else ()
-
-    @staticmethod
-    def _axis_size(runs: tuple[Run, ...]) -> int:
-        return sum(run.size for run in runs)
-
-    def _make_pieces(self, axis: str, ranges: Ranges, padded: int) -> tuple[Piece, ...]:
-        """Return every stored tensor's piece for a cut of ``axis``; ``padded`` elements of it are held if more."""
-        module = self._module
-        mine = extent(ranges)
-        held = max(mine, padded) if axis in ("out", "in") else mine
-        local = Local(
-            out=held if axis == "out" else module.out_size,
-            in_=held if axis == "in" else module.in_size,
-            experts=mine if axis == "stack" else module.stack,
-        )
-        return tuple(self._piece(stored, axis, mine, held, local) for stored in self._entry.stored)
-
-    def _piece(self, stored: Stored, axis: str, mine: int, held: int, local: Local) -> Piece:
-        sliced = _local_shape(stored, axis, mine)
-        kept = _local_shape(stored, axis, held)
-        why = "" if kept == sliced else "rounded up for the kernel"
-        changed = self._engine.held_shape(self._entry, stored, local, self._topology)
-        if changed is not None:
-            kept, why = changed
-        dtype, exception = stored.dtype, self._exception
-        wider = self._engine.held_dtype(self._entry, stored)
-        if wider is not None:
-            dtype, why = wider
-        slice_bytes = payload_bytes(stored.dtype, sliced)
-        if exception is not None and exception.held is not None:
-            kept, why = (exception.held.evaluate_int(self._names),), exception.why
-        if exception is not None and exception.dtype:
-            dtype, why = exception.dtype, exception.why
-            if not self._entry.fmt.is_plain and stored.suffix in {part.suffix for part in self._entry.fmt.parts}:
-                kept = (local.out, local.in_) if stored is self._entry.stored[0] else (0,)
-        if exception is not None and exception.copies is not None:
-            copies = exception.copies.evaluate_int(self._names)
-            kept, why = ((copies, *kept), exception.why) if copies != 1 else (kept, why)
-        held_bytes = -(-_elements(kept) * DTYPE_BITS[dtype] // 8)
-        if exception is not None and exception.slice_size is not None and held_bytes != slice_bytes:
-            why = exception.why
-        return Piece(shape=kept, slice_bytes=slice_bytes, held_bytes=held_bytes, why=why)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
-def _local_shape(stored: Stored, axis: str, mine: int) -> tuple[int, ...]:
-    """Return a stored shape with the cut axis at ``mine`` logical elements, rounded up to whole stored indices."""
-    return tuple(
-        -(-mine // dim.per) if dim.axis == axis and dim.axis != "none" else size
-        for dim, size in zip(stored.dims, stored.shape, strict=True)
-    )
-
-
-def _axis_key(entry: Assigned, axis: str) -> tuple[str, int]:
-    """Name the axis siblings share: the parent module and the size that is cut."""
-    module = entry.module
-    size = module.in_size if axis == "in" else module.out_size
-    return module.rule.pattern.rpartition(".")[0], size
-
-
-def _axis_grains(assignment: Assignment) -> dict[tuple[str, int], int]:
-    """Return the cut step of every axis: what suits all storage formats that share it."""
-    grains: dict[tuple[str, int], int] = {}
-    for entry, axis, grain in _cut_grains(assignment):
-        key = _axis_key(entry, axis)
-        grains[key] = joint_grain(grains.get(key, 1), grain)
-    return grains
-
-
-def _cut_grains(assignment: Assignment) -> Iterator[tuple[Assigned, str, int]]:
-    for entry in assignment.entries:
-        if entry.module.rule.split == "row":
-            yield entry, "in", entry.fmt.in_grain
-        elif entry.module.rule.split == "column":
-            yield entry, "out", entry.fmt.out_grain
+    """Return what the engine does differently with a module: its own table first, then those it takes over."""
+    for table in (engine.name, *engine.takes_over):
+        rules = entry.module.section.engines.get(table)
+        rule = (rules.every or rules.modules.get(entry.module.rule.pattern)) if rules else None
+        if rule is not None:
+            return rule if table == engine.name else replace(rule, why=f"as {table}: {rule.why}")
+    return None

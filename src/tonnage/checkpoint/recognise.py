@@ -50,7 +50,7 @@ def candidates(stored: Mapping[str, Kind], out: int, in_: int) -> Iterator[Stora
         yield q.nvfp4("compressed-tensors", input_scale=".input_global_scale" in names)
         yield from _int_packed(stored, in_)
     if names == {"_blocks", "_scales"}:
-        yield q.mxfp4(codes_suffix="_blocks", scale_suffix="_scales")
+        yield q.mxfp4_blocks()
     if ".qweight" in names:
         yield from _int_words(stored, out, in_)
     if ".trellis" in names:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tonnage.checkpoint.skeletons import ShardHeader
 
 _NUMBER = re.compile(r"(?<=\.)(0|[1-9][0-9]{0,8})(?=\.|$)", re.ASCII)
+_INDEX = re.compile(r"\{[a-z_]+\}")
+_NUMBER_OR_INDEX = re.compile(r"(?<=\.)(?:\{[a-z_]+\}|0|[1-9][0-9]{0,8})(?=\.|$)", re.ASCII)
 _EXPERTS = ".experts."
 
 
@@ -42,36 +44,54 @@ Tally = dict[tuple[str, int | None], Kinds]
 """(masked name, first number) -> kinds."""
 
 
-def mask(name: str) -> tuple[str, tuple[int, ...]]:
-    """Return a name with ``#`` for its numbers, and the numbers.
+class Masker:
+    """Splits names into masked name and numbers; numbers a recipe spells out stay in the name.
 
-    >>> mask("model.layers.3.mlp.experts.17.w1.weight")
+    >>> Masker(("layers.{layer}.mlp.0.weight",)).split("layers.3.mlp.0.weight")
+    ('layers.#.mlp.0.weight', (3,))
+    >>> Masker(()).split("model.layers.3.mlp.experts.17.w1.weight")
     ('model.layers.#.mlp.experts.#.w1.weight', (3, 17))
     """
-    return _NUMBER.sub("#", name), tuple(map(int, _NUMBER.findall(name)))
+
+    def __init__(self, spelled: Iterable[str]) -> None:
+        """Take the full patterns (with suffix) that spell out a number."""
+        self._spelled: dict[str, list[tuple[str, tuple[int | None, ...]]]] = {}
+        for pattern in spelled:
+            numbers = tuple(None if t.startswith("{") else int(t) for t in _NUMBER_OR_INDEX.findall(pattern))
+            key = _NUMBER_OR_INDEX.sub("#", pattern)
+            self._spelled.setdefault(key, []).append((_INDEX.sub("#", pattern), numbers))
+
+    def split(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Return the masked name and the numbers it stands for."""
+        masked_name, numbers = _NUMBER.sub("#", name), tuple(map(int, _NUMBER.findall(name)))
+        for pattern, spelled in self._spelled.get(masked_name, ()):
+            if all(fixed is None or fixed == number for fixed, number in zip(spelled, numbers, strict=True)):
+                return pattern, tuple(n for fixed, n in zip(spelled, numbers, strict=True) if fixed is None)
+        return masked_name, numbers
 
 
-def tally(shards: Iterable[ShardHeader]) -> Tally:
+def tally(shards: Iterable[ShardHeader], masker: Masker) -> Tally:
     """Return the counts over all shard files."""
     total: Tally = {}
-    counted: dict[int, tuple[Tally, Header]] = {}
+    counted: dict[Header, Tally] = {}
     for shard in shards:
-        known = counted.get(id(shard.skeleton))
+        known = counted.get(shard.skeleton)
         if known is None:
-            known = counted[id(shard.skeleton)] = (_count(shard), shard.skeleton)
-        for (name, first), kinds in known[0].items():
-            number = shard.layer if first == _LAYER else first
-            key = (name, number)
+            known = counted[shard.skeleton] = _count(shard, masker)
+        for (name, first), kinds in known.items():
+            key = (name, shard.layer if first == _LAYER else first)
             already = total.get(key)
             total[key] = kinds if already is None else _merged(already, kinds)
     return total
 
 
-def matching_names(shards: Iterable[ShardHeader], wanted: set[tuple[str, int | None]]) -> Iterator[tuple[str, Kind, tuple[int, ...]]]:
+def matching_names(
+    shards: Iterable[ShardHeader], wanted: set[tuple[str, int | None]], masker: Masker
+) -> Iterator[tuple[str, Kind, tuple[int, ...]]]:
     """Yield masked name, kind and numbers of every tensor whose masked name and first number are wanted."""
     for shard in shards:
         for entry in shard.entries():
-            masked_name, numbers = mask(entry.name)
+            masked_name, numbers = masker.split(entry.name)
             if (masked_name, numbers[0] if numbers else None) in wanted:
                 yield masked_name, Kind(entry.dtype, entry.shape), numbers
 
@@ -79,7 +99,7 @@ def matching_names(shards: Iterable[ShardHeader], wanted: set[tuple[str, int | N
 _LAYER = -1
 
 
-def _count(shard: ShardHeader) -> Tally:
+def _count(shard: ShardHeader, masker: Masker) -> Tally:
     """Count one skeleton; ``_LAYER`` stands for the layer number of the file."""
     result: Tally = {}
     by_expert: dict[tuple[str, str, str, tuple[int, ...]], list[int]] = {}
@@ -91,15 +111,15 @@ def _count(shard: ShardHeader) -> Tally:
             group[0] += 1
             group[1] = max(group[1], int(number))
         else:
-            _add(result, entry.name, Kind(entry.dtype, entry.shape), 1, ())
+            _add(result, masker, entry.name, Kind(entry.dtype, entry.shape), 1, ())
     for (prefix, suffix, dtype, shape), (instances, largest) in by_expert.items():
-        _add(result, f"{prefix}{_EXPERTS}#.{suffix}", Kind(dtype, shape), instances, (largest,))
+        _add(result, masker, f"{prefix}{_EXPERTS}#.{suffix}", Kind(dtype, shape), instances, (largest,))
     return result
 
 
-def _add(result: Tally, name: str, kind: Kind, instances: int, expert: tuple[int, ...]) -> None:
+def _add(result: Tally, masker: Masker, name: str, kind: Kind, instances: int, expert: tuple[int, ...]) -> None:
     layered = PLACEHOLDER in name
-    masked_name, numbers = mask(name.replace(PLACEHOLDER, "0") if layered else name)
+    masked_name, numbers = masker.split(name.replace(PLACEHOLDER, "0") if layered else name)
     first = None
     if numbers:
         first = _LAYER if layered else numbers[0]

@@ -1,21 +1,26 @@
-"""The engines whose placement rules are known, by name."""
+"""The engines whose placement is known, by the name the command line uses."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from tonnage.engines.exllamav3 import EXLLAMAV3
 from tonnage.engines.model import EngineModel
+from tonnage.engines.sglang import SGLANG
 from tonnage.engines.split import SPLIT
 from tonnage.engines.vllm import VLLM
 from tonnage.errors import PlacementError, Problem
 
-ENGINES = {model.name: model for model in (VLLM, SPLIT)}
+ENGINES: Mapping[str, EngineModel] = {model.name: model for model in (VLLM, SGLANG, EXLLAMAV3, SPLIT)}
 
 
 def engine(name: str) -> EngineModel:
-    """Return an engine.
+    """Return the engine of a name.
 
     Raises:
-        PlacementError: No rules are known for it.
+        PlacementError: No engine here has that name; the message lists those that are known.
     """
-    if name not in ENGINES:
+    known = ENGINES.get(name)
+    if known is None:
         raise PlacementError(Problem(where="--engine", what="unknown engine", expected=", ".join(ENGINES), found=name))
-    return ENGINES[name]
+    return known

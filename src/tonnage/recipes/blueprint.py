@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MOST_INDICES = 1 << 20
 _INDEX = re.compile(r"\{([a-z_]+)\}")
+_SPELLED = re.compile(r"\.[0-9]+(?:\.|$)", re.ASCII)
 _HEAD = "head"
 
 
@@ -218,8 +219,13 @@ def stored_tensors(module: Module, fmt: StorageFormat, model_dtype: str) -> tupl
 
 
 def masked(pattern: str) -> str:
-    """Return a pattern with ``#`` for every index, as :func:`tonnage.assignment.mask` writes real names."""
+    """Return a pattern with ``#`` for every index, as :class:`tonnage.checkpoint.tally.Masker` writes names."""
     return _INDEX.sub("#", pattern)
+
+
+def spells_number(pattern: str) -> bool:
+    """Whether the names of a pattern hold a number that is no index."""
+    return _SPELLED.search(pattern) is not None
 
 
 def _single(module: Module, model_dtype: str) -> Stored:
@@ -245,7 +251,13 @@ def _single(module: Module, model_dtype: str) -> Stored:
 def _section_modules(
     section: Section, config: ModelConfig, scheme: QuantScheme, problems: dict[str, Problem]
 ) -> Iterator[Module]:
-    numbers = _Numbers(section, config.scope(section.scope))
+    fields = config.scope(section.scope)
+    for test, what in section.refusals:
+        if test.evaluate_bool(fields):
+            raise ConfigError(
+                Problem(where=config.name, what=f"{what}: not described by {section.name}.toml", found=test.text)
+            )
+    numbers = _Numbers(section, fields)
     for rule in section.rules:
         try:
             yield from _rule_modules(rule, section, numbers, scheme)

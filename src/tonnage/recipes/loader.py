@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ENGINES = ("vllm", "sglang", "exllamav3", "split")
 FAMILIES_FILE = "families.toml"
 
-_TOP_KEYS = frozenset({"source", "scope", "names", "let", "index", "module", "include", "notes", *ENGINES})
+_TOP_KEYS = frozenset({"source", "scope", "names", "refuse", "let", "index", "module", "include", "notes", *ENGINES})
 _RULE_KEYS = frozenset(
     "role out in shape units split why replicas when bias stack transposed bare dtype quantizes convert credit fused "
     "stage last_if optional".split()
@@ -141,6 +141,10 @@ def _sections(name: str, data: dict[str, Any], part: _Part) -> Iterator[Section]
             name=name,
             scope=scope,
             when=part.when,
+            refusals=tuple(
+                (compile_expression(text, where=f"{name}: refuse"), str(what))
+                for text, what in data.get("refuse", {}).items()
+            ),
             lets=tuple(
                 (key, compile_expression(_named(str(text), names), where=f"{name}: let.{key}"))
                 for key, text in data.get("let", {}).items()

@@ -6,6 +6,7 @@
     scope = "text_config"                  # config object the fields are looked up in first; optional
 
     [names]                                # text put in for {model}, {head}, ... in patterns and [let]
+    [refuse]                               # condition = what this recipe does not describe; optional
     [let]                                  # named expressions, in order, each may use the ones above
     [index]                                # extent of {layer}, {expert}, ...: an expression, or { start, count }
 
@@ -185,6 +186,7 @@ class Section:
         name: Recipe file, without suffix; the source of its lines.
         scope: Path to the config object its fields are looked up in first.
         when: Condition for the whole section, over the enclosing config.
+        refusals: Conditions under which the recipe does not describe the checkpoint, with what is missing.
         lets: Named expressions in order.
         indices: Extent of every index its patterns use.
         rules: Its modules.
@@ -194,6 +196,7 @@ class Section:
     name: str
     scope: tuple[str, ...]
     when: tuple[Expression, ...]
+    refusals: tuple[tuple[Expression, str], ...] = ()
     lets: tuple[tuple[str, Expression], ...]
     indices: Mapping[str, IndexRule]
     rules: tuple[Rule, ...]

@@ -1,0 +1,238 @@
+"""A config to that of a small model with the same kinds of tensors.
+
+Known sizes are capped by a table, head counts divided so that their ratios stay, vision widths halved together, and layers
+cut to the fewest that still have every module of the full model. Fields that are not known here stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from math import gcd
+from typing import Any
+
+from tonnage.checkpoint.config import ModelConfig, parse_config
+from tonnage.errors import ConfigError, Problem, TonnageError
+from tonnage.synth.storage import blueprint_of
+
+Fields = dict[str, Any]
+
+LARGEST: Mapping[str, int] = {
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"), 4),
+    **dict.fromkeys(("index_n_heads",), 8),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 128),
+    **dict.fromkeys(
+        ("hidden_size", "routed_expert_hidden_size", "moe_latent_size", "text_hidden_size", "out_hidden_size"), 512
+    ),
+    **dict.fromkeys(
+        (
+            "intermediate_size", "intermediate_size_mlp", "dense_intermediate_size", "moe_intermediate_size",
+            "shared_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+            "vocab_size", "vocab_size_per_layer_input",
+        ),
+        1024,
+    ),
+}  # fmt: skip
+"""Field to the largest value it keeps. The widths are multiples of every block of every storage format."""
+
+MOST_HEADS = 16
+HEAD_GROUPS = (
+    ("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads", "o_groups"),
+    ("linear_num_value_heads", "linear_num_key_heads"),
+    ("mamba_num_heads", "n_groups"),
+    ("num_heads",),
+)
+"""Counts divided by one number, so that the first is at most 16. A single key-value head stays single."""
+
+VISION_WIDTHS = (
+    "hidden_size", "vt_hidden_size", "mm_hidden_size", "intermediate_size", "vt_intermediate_size", "qkv_hidden_size",
+    "vision_output_dim", "projector_input_dim", "projector_output_dim",
+)  # fmt: skip
+"""Halved together, heads kept, until the first or second is at most :data:`WIDEST_VISION`."""
+
+WIDEST_VISION = 640
+LAYER_COUNTS = ("num_hidden_layers", "depth", "vt_num_hidden_layers")
+DRAFT_COUNTS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
+"""Multi-token-prediction layers, which per-layer lists may count at their end."""
+
+LAYER_LISTS = {
+    "full_attn_layers": 1, "kda_layers": 1, "dsa_layers": 1, "mlp_only_layers": 0, "moe_layers": 0,
+    "deepstack_visual_indexes": 0,
+}  # fmt: skip
+"""Lists of layer numbers, to the number of the first layer."""
+
+_VISION = ("vision_config", "audio_config")
+_LEFT_ALONE = ("quantization_config", "_hf_quant_config")
+_PATTERN = re.compile(r"[-*A-Z|]+")
+_TOKEN = re.compile(r".*_token_(id|index)")
+
+Kinds = frozenset[tuple[str, str]]
+
+
+def scale_down(config: ModelConfig) -> ModelConfig:
+    """Return a small model's config whose blueprint has the same module patterns and roles.
+
+    Raises:
+        ConfigError: Sizes of the config do not suit each other once they are small.
+        TonnageError: The config has no recipe, or lacks what its recipe needs.
+    """
+    wanted = _kinds(config)
+    fields = _shrunk(dict(config.fields))
+    vocabulary = fields.get("vocab_size") or _mapping(fields.get("text_config")).get("vocab_size")
+    if isinstance(vocabulary, int):
+        fields = _with_tokens_below(fields, vocabulary)
+    for path, key in _counts(fields, ()):
+        fields = _with_fewest(fields, path, key, config, wanted)
+    small = _parsed(config, fields)
+    missing = wanted ^ _kinds(small)
+    if missing:
+        names = ", ".join(sorted(pattern for pattern, _ in missing)[:8])
+        raise ConfigError(Problem(where="scale-down", what="the small model has other tensor kinds", found=names))
+    return small
+
+
+def _kinds(config: ModelConfig) -> Kinds:
+    return frozenset((module.rule.pattern, module.rule.role) for module in blueprint_of(config).modules)
+
+
+def _parsed(config: ModelConfig, fields: Fields) -> ModelConfig:
+    return parse_config(fields, name=config.name, hf_quant=config.hf_quant)
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+# --- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def _shrunk(scope: Fields) -> Fields:
+    """Return a text part, or the whole config, with small sizes; what is nested in it likewise."""
+    small: Fields = {}
+    for key, value in scope.items():
+        if key in _LEFT_ALONE:
+            small[key] = value
+        elif isinstance(value, dict):
+            small[key] = _shrunk_vision(value) if key in _VISION else _shrunk(value)
+        else:
+            small[key] = min(value, LARGEST[key]) if key in LARGEST and _is_size(value) else value
+    for group in HEAD_GROUPS:
+        small |= _fewer_heads(scope, group)
+    width, heads = scope.get("hidden_size"), scope.get("num_attention_heads")
+    follows = not scope.get("head_dim") and "kv_lora_rank" not in scope
+    if follows and _is_size(width) and _is_size(heads) and width % heads == 0:
+        small["head_dim"] = width // heads  # else the width of a head would follow from the new ones
+    return small
+
+
+def _fewer_heads(scope: Fields, group: tuple[str, ...]) -> Fields:
+    """Return the counts of a group divided by the smallest number that makes the first small."""
+    counts = {key: scope[key] for key in group if _is_size(scope.get(key))}
+    if group[0] not in counts:
+        return {}
+    shared = {key: count for key, count in counts.items() if count > 1}
+    step = gcd(*shared.values())
+    for divisor in range(1, step + 1):
+        if step % divisor == 0 and counts[group[0]] // divisor <= MOST_HEADS:
+            step = divisor
+            break
+    return {key: count // step for key, count in shared.items()}
+
+
+def _shrunk_vision(scope: Fields) -> Fields:
+    widths = {key: scope[key] for key in VISION_WIDTHS if _is_size(scope.get(key))}
+    width = widths.get("hidden_size") or widths.get("vt_hidden_size") or 0
+    heads = scope.get("num_attention_heads") or scope.get("num_heads") or scope.get("vt_num_attention_heads") or 1
+    divisor = 1
+    while width // divisor > WIDEST_VISION and all(size % (2 * divisor * heads) == 0 for size in (width,)):
+        divisor *= 2
+    if any(size % divisor for size in widths.values()):
+        divisor = 1
+    linked = {
+        key: min(scope[key], LARGEST[key])
+        for key in ("text_hidden_size", "out_hidden_size")
+        if _is_size(scope.get(key))
+    }
+    return {**scope, **{key: size // divisor for key, size in widths.items()}, **linked}
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _with_tokens_below(scope: Fields, vocabulary: int) -> Fields:
+    """Return the config with every token id within the small vocabulary."""
+    small: Fields = {}
+    for key, value in scope.items():
+        if isinstance(value, dict):
+            small[key] = value if key in _LEFT_ALONE else _with_tokens_below(value, vocabulary)
+        elif _TOKEN.fullmatch(key) and type(value) is int:
+            small[key] = value % vocabulary if value >= vocabulary else value
+        elif _TOKEN.fullmatch(key) and isinstance(value, list):
+            small[key] = [token % vocabulary if type(token) is int and token > 0 else token for token in value]
+        else:
+            small[key] = value
+    return small
+
+
+# --- layers ------------------------------------------------------------------------------------------------------------
+
+
+def _counts(scope: Fields, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], str]]:
+    """Return where the config counts layers, outer ones first."""
+    found = [(path, key) for key in (*DRAFT_COUNTS, *LAYER_COUNTS) if _is_size(scope.get(key))]
+    for key, value in scope.items():
+        if isinstance(value, dict) and key not in _LEFT_ALONE:
+            found += _counts(value, (*path, key))
+    return found
+
+
+def _with_fewest(fields: Fields, path: tuple[str, ...], key: str, config: ModelConfig, wanted: Kinds) -> Fields:
+    """Return the config with the smallest count under which no kind of tensor is lost."""
+    scope: Mapping[str, Any] = fields
+    for step in path:
+        scope = scope[step]
+    drafts = 0 if key in DRAFT_COUNTS else sum(scope[k] for k in DRAFT_COUNTS if _is_size(scope.get(k)))
+    layers = 0 if key in LAYER_COUNTS else next((scope[k] for k in LAYER_COUNTS if _is_size(scope.get(k))), 0)
+    for count in range(1, scope[key]):
+        cut = _Cut(old=layers + scope[key], new=layers + count, tail=drafts)
+        small = _at(fields, path, lambda part, cut=cut, count=count: {**_cut_lists(part, cut), key: count})
+        try:
+            if _kinds(_parsed(config, small)) == wanted:
+                return small
+        except TonnageError:
+            continue  # lists of the config say otherwise for so few layers
+    return fields
+
+
+def _at(fields: Fields, path: tuple[str, ...], change: Callable[[Fields], Fields]) -> Fields:
+    if not path:
+        return change(fields)
+    return {**fields, path[0]: _at(fields[path[0]], path[1:], change)}
+
+
+class _Cut:
+    """From ``old`` layers to ``new``; lists may count ``tail`` more entries behind them, which stay."""
+
+    def __init__(self, *, old: int, new: int, tail: int) -> None:
+        self.old, self.new, self.tail = old, new, tail
+
+    def apply(self, key: str, value: Any) -> Any:
+        """Return a list or string with one entry per layer, or of layer numbers, without the layers cut off."""
+        if isinstance(value, list) and key in LAYER_LISTS:
+            return [layer for layer in value if layer < self.new + LAYER_LISTS[key]]
+        per_layer = isinstance(value, list) or (isinstance(value, str) and _PATTERN.fullmatch(value))
+        if per_layer and len(value) in (self.old, self.old + self.tail) and self.old > 1:
+            return value[: self.new] + value[self.old :]
+        return value
+
+
+def _cut_lists(scope: Fields, cut: _Cut) -> Fields:
+    cut_off: Fields = {}
+    for key, value in scope.items():
+        if isinstance(value, dict) and key not in (*_LEFT_ALONE, *_VISION):
+            cut_off[key] = _cut_lists(value, cut)
+        else:
+            cut_off[key] = cut.apply(key, value)
+    return cut_off
