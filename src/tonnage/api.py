@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tonnage.assignment import Assignment, assign_blueprint, convert_to_mxfp8
 from tonnage.checkpoint.config import ModelConfig, parse_config
-from tonnage.checkpoint.io import CheckpointHeaders, digest_headers, read_bytes, read_checkpoint_headers
+from tonnage.checkpoint.io import CheckpointHeaders, begin_digest, read_bytes, read_checkpoint_headers
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.container import check_container
 from tonnage.credit import CreditInputs
@@ -27,8 +27,7 @@ from tonnage.matching import assign_headers
 from tonnage.memory.supply import Supply
 from tonnage.placement import TP_SIZES_TRIED, can_place, place
 from tonnage.plan import Held, Plan, make_credit_plan, make_plan
-from tonnage.recipes.blueprint import Blueprint, draw_blueprint
-from tonnage.recipes.loader import families, family_of, load_recipe
+from tonnage.recipes.blueprint import blueprint_of
 from tonnage.topology import Engine, Topology
 
 if TYPE_CHECKING:
@@ -114,18 +113,21 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     Raises:
         TonnageError: The source is missing or wrong; every problem is named.
     """
-    path = Path(source)
-    if str(source).startswith(("hf:", "http://", "https://", "s3://")):
-        raise CheckpointError(
-            Problem(where=str(source), what="remote sources cannot be read yet", expected="a directory or a config.json")
-        )
+    path = _local(source)
     if path.is_dir():
         return _open_directory(path)
-    raw = read_bytes(path)
-    fields = parse_object(raw, where=path.name, kind=ConfigError, constants=True)
-    name = path.parent.name if path.name == "config.json" and path.parent.name else path.stem
-    beside = _optional_json(path.with_name("hf_quant_config.json")) if path.name == "config.json" else None
-    return checkpoint_from_config(fields, name=name, hf_quant=beside, digest=hashlib.sha256(raw).hexdigest())
+    config, digest = _read_config(path)
+    return Checkpoint(name=config.name, digest=digest, assignment=assign_blueprint(blueprint_of(config)), headers=None)
+
+
+def read_config(source: str | Path) -> ModelConfig:
+    """Return the config of a directory, or a config.json; a neighbour ``hf_quant_config.json`` belongs to it.
+
+    Raises:
+        TonnageError: The file is missing or wrong.
+    """
+    path = _local(source)
+    return _read_config(path / "config.json" if path.is_dir() else path)[0]
 
 
 def checkpoint_from_config(
@@ -142,11 +144,8 @@ def checkpoint_from_config(
     Raises:
         TonnageError: The family or quantisation is unknown, or a field is missing or wrong.
     """
-    carried = fields.get("_hf_quant_config")
-    if hf_quant is None and isinstance(carried, dict):
-        hf_quant = carried
-    config = parse_config(fields, name=name, hf_quant=hf_quant)
-    return Checkpoint(name=name, digest=digest, assignment=assign_blueprint(_blueprint(config)), headers=None)
+    config = _parsed(fields, name, hf_quant)
+    return Checkpoint(name=name, digest=digest, assignment=assign_blueprint(blueprint_of(config)), headers=None)
 
 
 def plan_checkpoint(checkpoint: Checkpoint, request: PlanRequest) -> Plan:
@@ -188,25 +187,47 @@ def _fits(checkpoint: Checkpoint, request: PlanRequest) -> bool:
 # --- reading -----------------------------------------------------------------------------------------------------------
 
 
+def _local(source: str | Path) -> Path:
+    if str(source).startswith(("hf:", "http://", "https://", "s3://")):
+        raise CheckpointError(
+            Problem(where=str(source), what="remote sources cannot be read yet", expected="a directory or a config.json")
+        )
+    return Path(source)
+
+
+def _read_config(path: Path) -> tuple[ModelConfig, str]:
+    """Return a config file as a value, with the digest of its bytes."""
+    raw = read_bytes(path)
+    fields = parse_object(raw, where=path.name, kind=ConfigError, constants=True)
+    plain_name = path.name == "config.json"
+    name = path.resolve().parent.name if plain_name else path.stem
+    beside = _optional_json(path.with_name("hf_quant_config.json")) if plain_name else None
+    return _parsed(fields, name, beside), hashlib.sha256(raw).hexdigest()
+
+
+def _parsed(fields: Mapping[str, Any], name: str, hf_quant: Mapping[str, Any] | None) -> ModelConfig:
+    carried = fields.get("_hf_quant_config")
+    if hf_quant is None and isinstance(carried, dict):
+        hf_quant = carried
+    return parse_config(fields, name=name, hf_quant=hf_quant)
+
+
 def _open_directory(path: Path) -> Checkpoint:
-    raw = read_bytes(path / "config.json")
-    fields = parse_object(raw, where="config.json", kind=ConfigError, constants=True)
+    config, digest_of_config = _read_config(path / "config.json")
     manifest = _manifest(path)
-    config = parse_config(
-        fields, name=path.resolve().name, hf_quant=_optional_json(path / "hf_quant_config.json")
-    )
-    blueprint = _blueprint(config)
+    blueprint = blueprint_of(config)
     if not any(path.glob("*.safetensors")) and not (path / _INDEX).exists():
         if manifest is not None:
             raise CheckpointError(Problem(where=str(path), what="a manifest, but no safetensors files"))
         return Checkpoint(
             name=config.name,
-            digest=hashlib.sha256(raw).hexdigest(),
+            digest=digest_of_config,
             assignment=assign_blueprint(blueprint),
             headers=None,
         )
     layer_files = tuple(layer.file for layer in manifest.layers) if manifest else ()
     headers = read_checkpoint_headers(path, also=layer_files)
+    digest = begin_digest(path, headers)
     beside = frozenset(layer_files)
     shards = [shard for shard in headers.shards if shard.shard_file not in beside]
     elsewhere = frozenset(layer.index for layer in manifest.layers) if manifest else frozenset()
@@ -217,15 +238,10 @@ def _open_directory(path: Path) -> Checkpoint:
     notes = (*assignment.notes, *map(str, headers.notes))
     return Checkpoint(
         name=config.name,
-        digest=digest_headers(path, headers),
+        digest=digest(),
         assignment=replace(assignment, notes=notes),
         headers=headers,
     )
-
-
-def _blueprint(config: ModelConfig) -> Blueprint:
-    family = family_of(config.model_type, config.architectures)
-    return draw_blueprint(load_recipe(family), config, dialect=str(families()[family].get("dialect", "")))
 
 
 def _manifest(path: Path) -> SlotManifest | None:

@@ -1,8 +1,8 @@
 """Cutting one axis over ranks: which elements of it a rank holds.
 
 An axis is a row of runs (fused parts), each of whole units (heads, or single channels). Every run is cut by itself, so
-that a rank's slice of a fused axis is one range per run. Runs of one axis, and axes that meet (the columns of ``up_proj``
-and the rows of ``down_proj``), are cut at the same units as long as they are cut with the same grain.
+that a rank's slice of a fused axis is one range per run. Runs of one axis, and axes that meet (the columns of
+``up_proj`` and the rows of ``down_proj``), are cut at the same units as long as they are cut with the same grain.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Uncuttable:
-    """Why an axis cannot be cut: a run of ``size`` elements in ``units`` units, cut at every ``grain`` units at most."""
+    """Why an axis cannot be cut: a run of ``size`` elements in ``units`` units, cut at multiples of ``grain`` units."""
 
     size: int
     units: int
@@ -50,7 +50,7 @@ def cut_axis(
     return tuple(ranges)
 
 
-def deal_axis(runs: Sequence[Run], counts: Sequence[int], rank: int, *, step: int = 0) -> Ranges:
+def deal_axis(runs: Sequence[Run], counts: Sequence[int], rank: int, *, step: int = 0, grain: int = 1) -> Ranges:
     """Return the ranges one rank holds where every rank's number of units is given.
 
     Args:
@@ -58,13 +58,14 @@ def deal_axis(runs: Sequence[Run], counts: Sequence[int], rank: int, *, step: in
         counts: Units of every rank.
         rank: Which one.
         step: Elements of a unit, the last one may have fewer; 0 where every run is as many equal units.
+        grain: Cuts fall on multiples of this many elements; a run whose units are not is held whole.
     """
     edges = (0, *accumulate(counts))
     ranges, offset = [], 0
     for run in runs:
         each = step or run.size // edges[-1]
         begin, end = (min(edge * each, run.size) for edge in edges[rank : rank + 2])
-        ranges.append((offset + begin, offset + end))
+        ranges.append((offset, offset + run.size) if each % grain else (offset + begin, offset + end))
         offset += run.size
     return tuple(ranges)
 

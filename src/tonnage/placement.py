@@ -1,8 +1,9 @@
 """Which slice of which tensor each rank holds, and why: the one value both the plan and the preparation follow.
 
-:func:`place` takes an assignment, a topology and an engine. For every module it cuts a logical axis; what that means for
-each stored tensor (codes, scales, markers) follows from the storage format. Where an engine keeps other bytes than the
-slice (padding, a finer scale grid, another dtype) the difference is kept apart, with its reason.
+:func:`place` takes an assignment, a topology and an engine. For every module it cuts a logical axis; what that means
+for each stored tensor (codes, scales, markers) follows from the storage format (:mod:`tonnage.shares`). Where an engine
+keeps other bytes than the slice (padding, a finer scale grid, another dtype) the difference is kept apart, with its
+reason.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tonnage.container import slot_bytes
+from tonnage.container import slot_bytes, slot_extents
 from tonnage.engines.model import Deal, EngineModel, Extra, How
 from tonnage.errors import PlacementError, Problem
 from tonnage.shares import NOTHING, Grains, Piece, Share, Shares, axis_grains
@@ -110,7 +111,12 @@ def place(assignment: Assignment, topology: Topology, engine: EngineModel) -> Pl
     """
     if assignment.container is not None and topology.ep > 1:
         raise PlacementError(
-            Problem(where="--ep", what="an exl3-v1 container is cut by channels, not by experts", expected="1", found=str(topology.ep))
+            Problem(
+                where="--ep",
+                what="an exl3-v1 container is cut by channels, not by experts",
+                expected="1",
+                found=str(topology.ep),
+            )
         )
     refusals = engine.check(assignment, topology)
     if refusals:
@@ -141,7 +147,7 @@ def place(assignment: Assignment, topology: Topology, engine: EngineModel) -> Pl
 def can_place(assignment: Assignment, topology: Topology, engine: EngineModel) -> bool:
     """Whether :func:`place` would succeed."""
     try:
-        return not _try_place(assignment, topology, engine)[1]
+        return not (engine.check(assignment, topology) or _try_place(assignment, topology, engine)[1])
     except PlacementError:
         return False
 
@@ -150,9 +156,7 @@ def _with_tp(topology: Topology, tp: int) -> Topology:
     return Topology(tp=tp, ep=tp if topology.ep > 1 else 1, pp=topology.pp)
 
 
-def _try_place(
-    assignment: Assignment, topology: Topology, engine: EngineModel
-) -> tuple[list[Placed], list[Problem]]:
+def _try_place(assignment: Assignment, topology: Topology, engine: EngineModel) -> tuple[list[Placed], list[Problem]]:
     try:
         deals = engine.deal(assignment, topology) if topology.tp > 1 else {}
     except PlacementError as error:
@@ -166,6 +170,11 @@ def _try_place(
                 placed.extend(_dealt(entry, deals[number], topology, engine))
             else:
                 placed.append(_by_recipe(entry, topology, engine, grains))
+        except PlacementError as error:
+            problems.update((str(problem), problem) for problem in error.problems)
+    if assignment.container is not None:
+        try:
+            slot_extents(assignment.container, topology.tp)
         except PlacementError as error:
             problems.update((str(problem), problem) for problem in error.problems)
     return placed, list(problems.values())
@@ -196,9 +205,7 @@ def _by_recipe(entry: Assigned, topology: Topology, engine: EngineModel, grains:
     return Placed(entry=entry, how="split", why=why, stage=stage, shares=shares)
 
 
-def _dealt(
-    entry: Assigned, deals: Iterable[Deal], topology: Topology, engine: EngineModel
-) -> Iterable[Placed]:
+def _dealt(entry: Assigned, deals: Iterable[Deal], topology: Topology, engine: EngineModel) -> Iterable[Placed]:
     """Place an entry as the engine deals it out, which may differ by layer."""
     names = _names(entry, topology)
     stage = _stage(entry, None, names)

@@ -147,7 +147,7 @@ class Plan:
         largest = sorted(ledger.lines, key=lambda line: -line.bound_nbytes)[:3]
         return (
             f"rank {ledger.rank} needs {gib(ledger.fixed_bytes)} GiB fixed > supply {gib(self.supply.nbytes)} GiB, "
-            f"short by {gib(-spare)} GiB ({-spare} bytes)",
+            f"short by {gib(-spare)} GiB ({-spare:,} bytes)",
             "largest lines: " + ", ".join(f"{line.component} {gib(line.bound_nbytes)} GiB" for line in largest),
         )
 
@@ -242,11 +242,10 @@ def _weight_lines(placement: Placement, pp_rank: int, tp_rank: int) -> tuple[Led
     if slots:
         by_role["expert"] += slots
     family = placement.assignment.blueprint.recipe.family
-    lines = [
-        exact_line(f"weights.{role}", by_role[role], f"recipe {family}: {tensors[role]} tensors")
-        for role in ROLES
-        if by_role.get(role)
-    ]
+    sources = {role: f"recipe {family}: {count:,} tensors" for role, count in tensors.items()}
+    if slots:
+        sources["expert"] = "slots of the exl3-v1 container"
+    lines = [exact_line(f"weights.{role}", by_role[role], sources[role]) for role in ROLES if by_role.get(role)]
     lines += [exact_line(f"padding.{role}", nbytes, why) for (role, why), nbytes in sorted(padding.items())]
     for extra in placement.extras:
         nbytes = placement.extra_multiplicity(extra, pp_rank) * extra.nbytes

@@ -113,7 +113,7 @@ def parent_of(rule: Rule) -> str:
 
 
 def has_heads(rule: Rule) -> bool:
-    """Whether the axis that is cut consists of attention or recurrent heads, which every rank must hold equally many of."""
+    """Whether the axis that is cut consists of attention or recurrent heads, of which every rank holds equally many."""
     if rule.role in UNEVEN_ROLES or rule.is_routed:
         return False
     axes = (*rule.out, *rule.in_, *(extent for axis in rule.shape for extent in axis))
@@ -165,7 +165,8 @@ class Shares:
         if deal.how == "whole experts":
             return self.experts(rank, deal.counts)
         split = self._module.rule.split
-        ranges = deal_axis(axis_runs(self._entry, split), deal.counts, rank, step=deal.step)
+        grain = self._entry.fmt.in_grain if split == "row" else self._entry.fmt.out_grain
+        ranges = deal_axis(axis_runs(self._entry, split), deal.counts, rank, step=deal.step, grain=grain)
         return self._cut("in" if split == "row" else "out", ranges, 0)
 
     def split(self, split: str, rank: int, grains: Grains) -> Share | Problem:
@@ -195,19 +196,22 @@ class Shares:
     @property
     def _replicas(self) -> bool:
         exception = self._exception
-        return self._module.rule.replicas if exception is None or exception.replicas is None else exception.replicas
+        if exception is None or exception.replicas is None:
+            return self._module.rule.replicas
+        return exception.replicas.evaluate_bool(self._names)
 
     def _cut(self, axis: str, ranges: Ranges, padded: int) -> Share:
         return Share(axis=axis, ranges=ranges, copies=self._entry.copies, pieces=self._pieces(axis, ranges, padded))
 
     def _refusal(self, axis: str, found: Uncuttable) -> Problem:
-        whole = f", in whole {found.grain}s" if found.grain > 1 else ""
+        tp = self._topology.tp
+        grain = f" that leaves multiples of {found.grain}" if found.grain > 1 else ""
         return Problem(
-            where=f"--tp {self._topology.tp} --engine {self._engine.name}",
+            where=f"--tp {tp} --engine {self._engine.name}",
             tensor=self._module.rule.pattern,
-            what=f"axis {axis} of {found.size} elements in {found.units} units cannot be cut over {self._topology.tp} ranks",
-            expected=f"a divisor of {found.units}{whole}" + (" or a multiple" if self._replicas else ""),
-            found=str(self._topology.tp),
+            what=f"axis {axis} of {found.size} elements in {found.units} units cannot be cut over {tp} ranks",
+            expected=f"a divisor of {found.units}{grain}" + (" or a multiple" if self._replicas else ""),
+            found=str(tp),
         )
 
     def _slice_size(self) -> int | None:

@@ -47,10 +47,31 @@ def parse_size(text: str, *, where: str = "size") -> int:
     return int(Fraction(match["number"]) * UNITS[unit])
 
 
+def parse_number(text: str, *, where: str = "number") -> Fraction:
+    """Return a plain decimal such as ``2.5`` as an exact fraction.
+
+    Raises:
+        UnitError: The text is no such number.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match["unit"]:
+        raise UnitError(Problem(where=where, what="not a number", expected="digits, such as 2 or 2.5", found=repr(text)))
+    return Fraction(match["number"])
+
+
 def gib(nbytes: int, *, digits: int = 3) -> str:
-    """Return bytes as GiB text with a fixed number of digits, rounded half up, exactly: ``gib(GIB) == '1.000'``."""
+    """Return bytes as GiB text, rounded half up, exactly: ``gib(GIB) == '1.000'``."""
+    return _scaled(nbytes, GIB, digits)
+
+
+def mib(nbytes: int, *, digits: int = 3) -> str:
+    """Return bytes as MiB text, rounded half up, exactly."""
+    return _scaled(nbytes, MIB, digits)
+
+
+def _scaled(nbytes: int, unit: int, digits: int) -> str:
     scale = 10**digits
-    scaled = (2 * abs(nbytes) * scale + GIB) // (2 * GIB)
+    scaled = (2 * abs(nbytes) * scale + unit) // (2 * unit)
     whole, rest = divmod(scaled, scale)
     sign = "-" if nbytes < 0 and scaled else ""
     return f"{sign}{whole}.{rest:0{digits}d}" if digits else f"{sign}{whole}"

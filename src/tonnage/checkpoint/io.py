@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import stat
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import CheckpointError, ConfigError, Problem, TonnageError, raise_if_any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 JSON_LIMIT_BYTES = 64 << 20
@@ -63,7 +64,8 @@ def read_checkpoint_headers(directory: Path, *, also: Sequence[str] = ()) -> Che
     Args:
         directory: A directory of safetensors files.
         also: Shard files that belong to the checkpoint although the index does not name them, such as the
-            ``exl3-layer-*.safetensors`` of a manifest. Each must be there.
+            ``exl3-layer-*.safetensors`` of a manifest. Each must be there; their tensors have the same names in every
+            file.
 
     Raises:
         CheckpointError: With all problems of all files.
@@ -77,7 +79,7 @@ def read_checkpoint_headers(directory: Path, *, also: Sequence[str] = ()) -> Che
     problems = [problem for name in present if name in (counted or present) for problem in refused.get(name, ())]
     problems += _absent(also, present)
     problems += index.problems if index else ()
-    problems += check_distinct(shards)
+    problems += check_distinct([shard for shard in shards if shard.shard_file not in also])
     if not counted and not problems:
         problems.append(Problem(where=str(directory), what="no shard files", expected=f"*{SUFFIX}", found="none"))
     raise_if_any(CheckpointError, problems)
@@ -107,6 +109,32 @@ def digest_headers(directory: Path, headers: CheckpointHeaders) -> str:
         digest.update(len(name).to_bytes(8, "little") + name + file_bytes.to_bytes(8, "little"))
         digest.update(prefix)
     return digest.hexdigest()
+
+
+def begin_digest(directory: Path, headers: CheckpointHeaders) -> Callable[[], str]:
+    """Begin ``digest_headers`` beside other work and return what waits for it: reading and hashing need no interpreter.
+
+    The returned call raises as ``digest_headers``.
+    """
+    result: list[str] = []
+    failure: list[TonnageError] = []
+
+    def run() -> None:
+        try:
+            result.append(digest_headers(directory, headers))
+        except TonnageError as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="digest", daemon=True)
+    thread.start()
+
+    def wait() -> str:
+        thread.join()
+        if failure:
+            raise failure[0]
+        return result[0]
+
+    return wait
 
 
 def read_bytes(path: Path, *, limit_bytes: int = JSON_LIMIT_BYTES, kind: type[TonnageError] = ConfigError) -> bytes:

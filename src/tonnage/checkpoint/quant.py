@@ -69,7 +69,7 @@ def parse_quantization(
     Args:
         config: config.json.
         hf_quant: hf_quant_config.json, if the directory has one.
-        dialect: Family-specific spelling: ``deepseek_v4`` stores ``.scale`` in F8_E8M0 and FP4 experts.
+        dialect: Family-specific spelling: ``deepseek_v4`` stores ``.scale``, and FP4 experts unless it says FP8.
 
     Raises:
         ConfigError: The method, algorithm or a parameter is unknown here.
@@ -88,7 +88,8 @@ def parse_quantization(
         )
     method = str(stated["quant_method"]).lower()
     if dialect == "deepseek_v4" and method == "fp8":
-        return _deepseek_v4(stated, str(config.get("expert_dtype", "fp8")))
+        default = "fp8" if config.get("model_type") == "deepseek_ref" else "fp4"
+        return _deepseek_v4(stated, str(config.get("expert_dtype", default)))
     parser = _METHODS.get(method)
     if parser is None:
         raise _refusal("unknown quant_method", ", ".join(sorted(_METHODS)), method)
@@ -241,14 +242,15 @@ def _exl3(stated: Mapping[str, Any]) -> QuantScheme:
 
 
 def _deepseek_v4(stated: Mapping[str, Any], expert_dtype: str) -> QuantScheme:
-    block = q.fp8_block(*_pair(stated.get("weight_block_size")), scale_dtype="F8_E8M0", suffix=".scale")
+    scale_dtype = "F8_E8M0" if expert_dtype == "fp4" else "F32"
+    block = q.fp8_block(*_pair(stated.get("weight_block_size")), scale_dtype=scale_dtype, suffix=".scale")
     if expert_dtype == "fp4":
         experts = q.mxfp4(codes_suffix=".weight", scale_suffix=".scale", codes_dtype="I8", scale_dtype="F8_E8M0")
     elif expert_dtype == "fp8":
         experts = block
     else:
         raise _refusal("unknown expert_dtype", "fp4 or fp8", expert_dtype)
-    rules = [(_is_expert, experts), (_not_head, block)]
+    rules: list[tuple[Callable[[str, Kind], bool], StorageFormat]] = [(_is_expert, experts), (_not_head, block)]
     if str(stated.get("moe_quant_algo", "")).upper() == "NVFP4":
         layers = stated.get("quantized_layers")
         requantized = _listed(frozenset(layers)) if isinstance(layers, dict) else _is_expert

@@ -1,14 +1,15 @@
 """exllamav3 (TabbyAPI): components of 128 channels, heads or whole experts, shared out by the memory each GPU has left.
 
-Layer by layer every component has a number of units: KV heads of attention, key heads of linear attention, 128 channels of
-an MLP, whole experts, 128 rows of the head. Every rank gets an equal number of them, and the ranks that hold least so far
-get one more if they do not divide; a rank may get none. GPUs are taken to have equal free memory; with unequal memory,
-or ``gpu_split``, the shares follow the memory instead.
+Layer by layer every component has a number of units: KV heads of attention, key heads of linear attention, 128 channels
+of an MLP, whole experts, 128 rows of the head. Every rank gets an equal number of them, and the ranks that hold least
+so far get one more if they do not divide; a rank may get none. GPUs are taken to have equal free memory; with unequal
+memory, or ``gpu_split``, the shares follow the memory instead.
 
-Inferred: vision towers are held by the first GPU. Not modelled: a tied head's copy of the embedding.
+Inferred: vision towers are held by the first GPU; which rank holds a latent attention layer follows from the shares of
+the layers before. Not modelled: the copy of a tied embedding that serves as the head, FP8 blocks turned into FP16.
 
 Source:
-    exllamav3 1.6.5 ``model/model_tp_alloc.py``, ``util/misc.py`` ``ratio_split``, and ``make_tp_allocation`` of ``modules/``.
+    exllamav3 1.6.5 ``model/model_tp_alloc.py``, ``util/misc.py`` ``ratio_split``, ``make_tp_allocation`` of modules.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING
 
-from tonnage.engines.model import Deal, EngineModel, Extra, Local
+from tonnage.engines.model import Deal, EngineModel, Extra, How, Local
 from tonnage.errors import PlacementError, Problem
 from tonnage.formats.quantized import EXL3_GRAIN
 
@@ -41,7 +42,7 @@ class _Part:
     """One entry in a component: its position in the assignment, and how the component is cut for it."""
 
     number: int
-    how: str
+    how: How
     step: int = 0
 
 
@@ -54,6 +55,10 @@ class _Component:
     why: str = ""
 
 
+_Key = tuple[tuple[int, ...], int, How, str]
+"""Counts, step, how and why: layers with equal ones are dealt together."""
+
+
 def _deal(assignment: Assignment, topology: Topology) -> Mapping[int, tuple[Deal, ...]]:
     """Return for every entry what each rank gets, layers with equal shares together.
 
@@ -62,7 +67,7 @@ def _deal(assignment: Assignment, topology: Topology) -> Mapping[int, tuple[Deal
     """
     entries = assignment.entries
     held = [0] * topology.tp
-    dealt: dict[int, dict[tuple[tuple[int, ...], int, str, str], list[int]]] = {}
+    dealt: dict[int, dict[_Key, list[int]]] = {}
     for layer, numbers in _layers(entries):
         for component in _components(entries, numbers):
             size = sum(entries[p.number].copies * entries[p.number].instance_bytes for p in component.parts)
@@ -89,9 +94,9 @@ def _share(units: int, held: list[int]) -> tuple[int, ...]:
     return tuple(base + (rank in more) for rank in range(len(held)))
 
 
-def _cut(entry: Assigned, groups: Mapping[tuple[tuple[int, ...], int, str, str], list[int]]) -> Iterator[Deal]:
+def _cut(entry: Assigned, groups: Mapping[_Key, list[int]]) -> Iterator[Deal]:
     for (counts, step, how, why), first in groups.items():
-        yield Deal(how=how, first=tuple(first) if entry.first else (), counts=counts, step=step, why=why)  # type: ignore[arg-type]
+        yield Deal(how=how, first=tuple(first) if entry.first else (), counts=counts, step=step, why=why)
 
 
 def _whole(entry: Assigned, tp: int) -> Deal:
@@ -161,6 +166,8 @@ def _attention(members: list[tuple[int, Assigned]]) -> Iterator[_Component]:
 def _head_units(entries: Iterable[Assigned]) -> int:
     """Return the units of a block of heads: those all its modules have, grouped until projections are whole blocks.
 
+    Fused parts of one value per head (a recurrence's time step) never are; they are held whole instead.
+
     Raises:
         PlacementError: An odd number of groups is left that are no whole blocks of 128 channels.
     """
@@ -169,7 +176,7 @@ def _head_units(entries: Iterable[Assigned]) -> int:
     for entry, run in axes:
         if not (entry.module.rule.convert or entry.fmt.pads_to > 1):
             continue
-        while run.size // units % EXL3_GRAIN:
+        while run.size > run.units and run.size // units % EXL3_GRAIN:
             if units % 2:
                 raise PlacementError(
                     Problem(
@@ -210,10 +217,16 @@ def _check(assignment: Assignment, topology: Topology) -> tuple[Problem, ...]:
         problems.append(Problem(where=where, what="does not read an exl3-v1 container", expected="vllm or split"))
     if topology.tp > 1 and topology.pp > 1:
         found = f"--tp {topology.tp} --pp {topology.pp}"
-        problems.append(Problem(where=where, what="splits by tensors or by layers", expected="one of --tp, --pp", found=found))
+        problems.append(
+            Problem(where=where, what="splits by tensors or by layers", expected="one of --tp, --pp", found=found)
+        )
     if topology.dcp > 1:
-        problems.append(Problem(where=where, what="does not split the cache by tokens", expected="--dcp 1", found=str(topology.dcp)))
-    foreign = {entry.fmt.name: entry for entry in assignment.entries if not (entry.fmt.is_plain or entry.fmt.pads_to > 1)}
+        problems.append(
+            Problem(where=where, what="does not split the cache by tokens", expected="--dcp 1", found=str(topology.dcp))
+        )
+    foreign = {
+        entry.fmt.name: entry for entry in assignment.entries if not (entry.fmt.is_plain or entry.fmt.pads_to > 1)
+    }
     problems += [
         Problem(
             where=where,

@@ -1,12 +1,12 @@
 """SGLang: what its own classes allocate for every rank at load, before kernels repack anything.
 
-Confirmed from source: linear, QKV and routed-expert classes cut as those of vLLM do; the padding of the vocabulary; whole
-experts under ``--ep-size``, which must divide them; the copies of ``kv_b_proj`` of absorbed MLA; for Kimi K3 the replicated
-projections (f_a, q_a, kv_a, latent pair, attention residual).
-Inferred: where a recipe has no ``[sglang]`` table, what its ``[vllm]`` table says of single modules (another dtype, parts
-of a draft not loaded, a rounded width) is taken over, and the plan's lines say so. For Kimi K3 that includes the least
-expert width of 256, which SGLang's model does not ask for but its MXFP4 kernels do when a slice is 192 wide.
-Not claimed: rows fused modules are rounded up by, and scalars of quantised KV caches.
+Confirmed from source: linear, QKV and routed-expert classes cut as those of vLLM do; the padding of the vocabulary;
+whole experts under ``--ep-size``, which must divide them; experts in block FP8 only cut at whole blocks; the copies of
+``kv_b_proj`` of absorbed MLA; for Kimi K3 the replicated projections (f_a, q_a, kv_a, latent pair, attention residual).
+Inferred: where a recipe has no ``[sglang]`` table, what its ``[vllm]`` table says of single modules (another dtype,
+parts of a draft not loaded, a rounded width) is taken over, and the plan's lines say so. For Kimi K3 that includes the
+least expert width of 256: SGLang's model does not ask for it, its MXFP4 kernels round a slice of 192 up to as much.
+Not claimed: rows fused modules are rounded up by, and scalars of quantised KV caches and of NVFP4 inputs.
 
 Source:
     SGLang 0.5.23 ``srt/layers`` (``vocab_parallel_embedding.py``, ``linear.py``, ``moe/fused_moe_triton/layer.py``,
@@ -50,6 +50,7 @@ def _held_shape(
 
 
 def _check_blocks(entry: Assigned, local: Local, topology: Topology) -> None:
+    """Refuse a width that is no whole blocks, as ``Fp8MoEMethod.create_weights`` does."""
     width, block = (
         (local.in_, entry.fmt.in_grain) if entry.module.rule.split == "row" else (local.out, entry.fmt.out_grain)
     )
@@ -58,8 +59,8 @@ def _check_blocks(entry: Assigned, local: Local, topology: Topology) -> None:
             Problem(
                 where=f"--tp {topology.tp} --engine sglang",
                 tensor=entry.module.rule.pattern,
-                what=f"{width} channels per rank are no whole scale blocks (Fp8MoEMethod.create_weights); --ep cuts none",
-                expected=f"a multiple of {block}",
+                what=f"{width} channels per rank are no whole scale blocks",
+                expected=f"a multiple of {block}, or --ep {topology.tp}, which cuts none",
                 found=str(width),
             )
         )
@@ -83,7 +84,9 @@ def _check(assignment: Assignment, topology: Topology) -> tuple[Problem, ...]:
     """Refuse unequal numbers of experts, and a container only one fork of vLLM reads."""
     problems = []
     if assignment.container is not None:
-        problems.append(Problem(where="--engine sglang", what="does not read an exl3-v1 container", expected="vllm or split"))
+        problems.append(
+            Problem(where="--engine sglang", what="does not read an exl3-v1 container", expected="vllm or split")
+        )
     for entry in assignment.entries:
         experts = entry.module.stack or entry.module.experts
         if entry.module.rule.is_routed and experts % topology.ep:

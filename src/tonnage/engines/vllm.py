@@ -44,25 +44,26 @@ def held_shape(entry: Assigned, stored: Stored, local: Local, topology: Topology
         return _block_scales(entry, local, topology) if expert else None
     if fmt == "nvfp4_e2m1" and expert and stored.suffix == ".weight_scale" and local.in_ % 16:
         return (local.out, local.in_ // 16), "scales of a partial block are dropped"
-    if fmt.startswith("int") and expert and stored.suffix == ".weight_shape":
-        return _packed_shape(entry)
+    second = entry.module.rule.pattern.rpartition(".")[2] in FUSED_SECONDS
+    if fmt.startswith("int") and expert and second and stored.suffix == ".weight_shape":
+        return (0,), "the shape is held once for gate and up"
     parts = len(entry.module.out)
     if stored.shape == () and stored.dtype == "F32" and parts > 1 and not expert:
         return (parts,), "one scalar for every fused part"
     return None
 
 
-def _packed_shape(entry: Assigned) -> tuple[tuple[int, ...], str]:
-    """The I32 pair is held as a pair of the 16-bit model dtype, one for gate and up (``compressed_tensors_moe_wna16.py``)."""
-    if entry.module.rule.pattern.rpartition(".")[2] in FUSED_SECONDS:
-        return (0,), "the shape is held once for the fused pair"
-    return (1,), "the shape is held as two 16-bit numbers"
-
-
 def held_dtype(entry: Assigned, stored: Stored) -> tuple[str, str] | None:
-    """Return F32 for channel scales of FP8 (``compressed_tensors_w8a8_fp8.py``), which are stored in the model dtype."""
+    """Return another dtype than the stored one.
+
+    Channel scales of FP8 are held in F32 (``compressed_tensors_w8a8_fp8.py``), shapes of packed experts in the model dtype
+    (``compressed_tensors_moe_wna16.py``).
+    """
     if entry.fmt.name == "fp8_e4m3_channel" and stored.suffix == ".weight_scale" and stored.dtype != "F32":
         return "F32", "scales are held in F32"
+    second = entry.module.rule.pattern.rpartition(".")[2] in FUSED_SECONDS
+    if entry.module.rule.is_routed and entry.fmt.name.startswith("int") and stored.suffix == ".weight_shape" and not second:
+        return "BF16", "the shape is held in the model dtype"
     return None
 
 
@@ -136,13 +137,13 @@ def _kv_scalars(assignment: Assignment) -> Iterator[Extra]:
                 layers.update(entry.first)
     if layers:
         ct = scheme.method == "compressed-tensors"
-        source = "compressed_tensors/compressed_tensors.py CompressedTensorsKVCacheMethod" if ct else "kv_cache.py BaseKVCacheMethod"
+        method = "compressed_tensors.py CompressedTensorsKVCacheMethod" if ct else "kv_cache.py BaseKVCacheMethod"
         yield Extra(
             component="engine.kv_scales",
             nbytes=KV_SCALARS_BYTES_CT if ct else KV_SCALARS_BYTES,
             first=tuple(sorted(layers)),
             why=f"q, k, v scales and {'zero points' if ct else 'probability scales'} of every attention layer",
-            source=f"vLLM 0.32.0 quantization/{source}.create_weights",
+            source=f"vLLM 0.32.0 quantization/{method}.create_weights",
         )
 
 

@@ -17,6 +17,8 @@ from tonnage.errors import ConfigError, Problem, RecipeError, TonnageError
 from tonnage.formats.dtypes import payload_bytes
 from tonnage.formats.storage import MODEL_DTYPE, Dim, Part, StorageFormat, stored_shape
 
+from tonnage.recipes.loader import families, family_of, load_recipe
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -157,6 +159,18 @@ class Blueprint:
     scheme: QuantScheme
     modules: tuple[Module, ...]
     notes: tuple[str, ...]
+
+
+def blueprint_of(config: ModelConfig) -> Blueprint:
+    """Return every module of a config's family.
+
+    Raises:
+        UnknownFamilyError: No recipe answers to its model type.
+        RecipeError: The config lacks what its recipe needs.
+        ConfigError: Its quantisation is unknown.
+    """
+    family = family_of(config.model_type, config.architectures)
+    return draw_blueprint(load_recipe(family), config, dialect=str(families()[family].get("dialect", "")))
 
 
 def draw_blueprint(recipe: Recipe, config: ModelConfig, *, dialect: str = "") -> Blueprint:

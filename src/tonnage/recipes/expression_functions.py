@@ -11,7 +11,7 @@ from tonnage.errors import Problem, RecipeError
 INT_BOUND = 1 << 63
 
 Scalar = int | bool | str | None
-Apply = Callable[[Sequence[object], str], int]
+Apply = Callable[[Sequence[object], str], int | str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +111,14 @@ def _len(arguments: Sequence[object], place: str) -> int:
     return len(value)
 
 
+def _char(arguments: Sequence[object], place: str) -> str:
+    """Return one character of a text, as layer patterns such as ``MEM*E`` need."""
+    text, index = arguments[0], checked_int(arguments[1], place)
+    if not isinstance(text, str) or not 0 <= index < len(text):
+        raise refusal(place, "no such character", expected="a text longer than the index", found=describe(text))
+    return text[index]
+
+
 def _int(arguments: Sequence[object], place: str) -> int:
     """Return true and false as 1 and 0, a whole float as integer; nothing is rounded."""
     value = arguments[0]
@@ -139,6 +147,7 @@ FUNCTIONS: dict[str, Function] = {
     "ceil_div": Function(usage="ceil_div(a, b)", fewest=2, most=2, apply=_ceil_div),
     "round_up": Function(usage="round_up(a, multiple)", fewest=2, most=2, apply=_round_up),
     "floor_mul": Function(usage="floor_mul(a, number)", fewest=2, most=2, apply=_floor_mul),
+    "char": Function(usage="char(text, index)", fewest=2, most=2, apply=_char),
     "len": Function(usage="len(list)", fewest=1, most=1, apply=_len),
     "int": Function(usage="int(value)", fewest=1, most=1, apply=_int),
     "sum": Function(usage="sum(list)", fewest=1, most=1, apply=_sum),

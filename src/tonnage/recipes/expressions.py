@@ -5,7 +5,7 @@ allow-list, and the result is a nest of closures: nothing is ever handed to the 
 integers below 2**63, text is never joined or repeated, so that no config can make an expression costly.
 
 Grammar: Python's, reduced to integers, texts, ``True``, ``False`` and ``None``; config fields with ``.name`` and
-``[index]``, of a text too; ``+ - * // %``; comparisons including ``in`` and ``is None``; ``and``, ``or``, ``not``; ``a if c else b``;
+``[index]``; ``+ - * // %``; comparisons including ``in`` and ``is None``; ``and``, ``or``, ``not``; ``a if c else b``;
 lists and tuples to look things up in; and the calls ``has(field)`` and ``get(field, default)``, for which a field that
 is null counts as missing, and those of ``expression_functions``.
 """
@@ -259,7 +259,7 @@ def _refuse_dunder(name: str, place: str) -> None:
 def _member(value: object, key: object) -> object:
     if isinstance(value, Mapping) and type(key) is str:
         return value.get(key, _ABSENT)
-    if isinstance(value, (list, tuple, str)) and type(key) is int and -len(value) <= key < len(value):
+    if isinstance(value, (list, tuple)) and type(key) is int and -len(value) <= key < len(value):
         return value[key]
     return _ABSENT
 

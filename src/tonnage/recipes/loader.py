@@ -250,12 +250,13 @@ def _engine_rules(
 def _engine_rule(facts: dict[str, Any], where: str) -> EngineRule:
     _only(facts, _ENGINE_KEYS, where)
     return EngineRule(
+        replicas=_expr(facts.get("replicas"), where),
         whole_if=_expr(facts.get("whole_if"), where),
         absent_if=_expr(facts.get("absent_if"), where),
         held=_expr(facts.get("held"), where),
         copies=_expr(facts.get("copies"), where),
         slice_size=_expr(facts.get("slice_size"), where),
-        **{k: facts[k] for k in ("split", "replicas", "dtype", "stage", "why") if k in facts},
+        **{k: facts[k] for k in ("split", "dtype", "stage", "why") if k in facts},
     )
 
 

@@ -130,7 +130,7 @@ class EngineRule:
 
     Attributes:
         split: It splits the module this way instead.
-        replicas: As in :class:`Rule`.
+        replicas: As in :class:`Rule`, where this is true.
         whole_if: Every rank holds the module whole where this is true.
         absent_if: The engine holds nothing for the module where this is true.
         dtype: It holds the tensor in this dtype; a quantised weight is held plain, without scales.
@@ -142,7 +142,7 @@ class EngineRule:
     """
 
     split: Split | None = None
-    replicas: bool | None = None
+    replicas: Expression | None = None
     whole_if: Expression | None = None
     absent_if: Expression | None = None
     dtype: str = ""

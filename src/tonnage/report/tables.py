@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tonnage.units import MIB, gib
+from tonnage.units import GIB, MIB, gib, mib
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,14 +81,15 @@ def gpus_table(rows: Sequence[tuple[Gpu, int, str]]) -> RenderableType:
 
 
 def _ledger(ledger: RankLedger) -> Table:
-    table = _table(f"rank {ledger.rank}", "bytes", "GiB", "basis", "source")
+    unit, short = ("GiB", gib) if ledger.fixed_bytes >= GIB else ("MiB", mib)
+    table = _table(f"rank {ledger.rank}", "bytes", unit, "basis", "source")
     for line in ledger.lines:
-        table.add_row(line.component, f"{line.nbytes:,}", gib(line.nbytes), line.basis, line.source)
+        table.add_row(line.component, f"{line.nbytes:,}", short(line.nbytes), line.basis, line.source)
         if line.bound_nbytes > line.nbytes:
-            table.add_row("  bound", f"{line.bound_nbytes:,}", gib(line.bound_nbytes), "", "")
+            table.add_row("  bound", f"{line.bound_nbytes:,}", short(line.bound_nbytes), "", "")
     table.add_section()
-    table.add_row("weights", f"{ledger.weights_bytes:,}", gib(ledger.weights_bytes), "", "")
-    table.add_row("fixed", f"{ledger.fixed_bytes:,}", gib(ledger.fixed_bytes), "", "")
+    table.add_row("weights", f"{ledger.weights_bytes:,}", short(ledger.weights_bytes), "", "")
+    table.add_row("fixed", f"{ledger.fixed_bytes:,}", short(ledger.fixed_bytes), "", "")
     return table
 
 
@@ -154,6 +155,6 @@ def _sums(title: str, rows: Sequence[tuple[str, Sum]]) -> Table:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
-        number = column in ("bytes", "GiB", "tensors", "nominal GB", "usable GiB")
+        number = column in ("bytes", "GiB", "MiB", "tensors", "nominal GB", "usable GiB")
         table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
     return table

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import product
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -20,6 +22,7 @@ import msgspec
 from tonnage.formats.dtypes import DTYPE_BITS
 from tonnage.formats.exl3_v1 import SlotGeometry, layer_metadata, layer_tensors, uniform_row_bytes
 from tonnage.formats.exl3_v1_names import EXL3_V1
+from tonnage.recipes.blueprint import masked
 from tonnage.synth.fills import Fill, fill_of, layer_fill
 
 if TYPE_CHECKING:
@@ -63,12 +66,9 @@ class Group:
     def names(self) -> Iterator[str]:
         """Yield the name of every instance."""
         module, firsts = self.entry.module, () if self.first is None else (self.first,)
-        if self.entry.members and module.rest:
-            return (module.name(*firsts, member) for member in self.entry.members)
-        rests: list[tuple[int, ...]] = [()]
-        for extent in module.rest:
-            rests = [(*head, i) for head in rests for i in extent]
-        return (module.name(*firsts, *rest) for rest in rests)
+        template = masked(module.rule.pattern).replace("#", "{}")
+        extents = (self.entry.members,) if self.entry.members and module.rest else module.rest
+        return (template.format(*firsts, *rest) for rest in product(*extents))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,8 +227,9 @@ def _shard_tensors(groups: Iterable[Group]) -> Iterator[tuple[str, str, tuple[in
 
 def _placed(tensors: Iterable[tuple[str, str, tuple[int, ...], int, Fill]]) -> tuple[LaidTensor, ...]:
     """Return tensors in the library's order, one after the other."""
+    by_name = sorted(tensors, key=itemgetter(0))
     laid, begin = [], 0
-    for name, dtype, shape, nbytes, fill in sorted(tensors, key=lambda t: (-_ALIGNMENT_RANK[t[1]], t[0])):
+    for name, dtype, shape, nbytes, fill in sorted(by_name, key=lambda tensor: -_ALIGNMENT_RANK[tensor[1]]):
         laid.append(LaidTensor(name, dtype, shape, begin, begin + nbytes, fill))
         begin += nbytes
     return tuple(laid)

@@ -53,6 +53,9 @@ VISION_WIDTHS = (
 
 WIDEST_VISION = 640
 LAYER_COUNTS = ("num_hidden_layers", "depth", "vt_num_hidden_layers")
+LAYER_KINDS = "layers_block_type"
+"""A list of layer kinds that stands for the count where there is none."""
+
 DRAFT_COUNTS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 """Multi-token-prediction layers, which per-layer lists may count at their end."""
 
@@ -63,6 +66,9 @@ LAYER_LISTS = {
 """Lists of layer numbers, to the number of the first layer."""
 
 _VISION = ("vision_config", "audio_config")
+_OWN_HEAD_SIZE = "gemma"
+"""Families whose heads have a width of their own where the config gives none."""
+
 _LEFT_ALONE = ("quantization_config", "_hf_quant_config")
 _PATTERN = re.compile(r"[-*A-Z|]+")
 _TOKEN = re.compile(r".*_token_(id|index)")
@@ -79,9 +85,7 @@ def scale_down(config: ModelConfig) -> ModelConfig:
     """
     wanted = _kinds(config)
     fields = _shrunk(dict(config.fields))
-    vocabulary = fields.get("vocab_size") or _mapping(fields.get("text_config")).get("vocab_size")
-    if isinstance(vocabulary, int):
-        fields = _with_tokens_below(fields, vocabulary)
+    fields = _with_tokens_below(_with_vocabulary(fields), LARGEST["vocab_size"])
     for path, key in _counts(fields, ()):
         fields = _with_fewest(fields, path, key, config, wanted)
     small = _parsed(config, fields)
@@ -100,10 +104,6 @@ def _parsed(config: ModelConfig, fields: Fields) -> ModelConfig:
     return parse_config(fields, name=config.name, hf_quant=config.hf_quant)
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 # --- sizes -------------------------------------------------------------------------------------------------------------
 
 
@@ -120,9 +120,9 @@ def _shrunk(scope: Fields) -> Fields:
     for group in HEAD_GROUPS:
         small |= _fewer_heads(scope, group)
     width, heads = scope.get("hidden_size"), scope.get("num_attention_heads")
-    follows = not scope.get("head_dim") and "kv_lora_rank" not in scope
-    if follows and _is_size(width) and _is_size(heads) and width % heads == 0:
-        small["head_dim"] = width // heads  # else the width of a head would follow from the new ones
+    own = "kv_lora_rank" in scope or str(scope.get("model_type", "")).startswith(_OWN_HEAD_SIZE)
+    if not own and not scope.get("head_dim") and _is_size(width) and _is_size(heads) and width % heads == 0:
+        small["head_dim"] = width // heads  # else the width of a head would follow from the small ones
     return small
 
 
@@ -161,6 +161,15 @@ def _is_size(value: object) -> bool:
     return type(value) is int and value > 0
 
 
+def _with_vocabulary(fields: Fields) -> Fields:
+    """Return the config with the small vocabulary written out where it leaves that to its family."""
+    text = fields.get("text_config")
+    if "vocab_size" in fields or (isinstance(text, dict) and "vocab_size" in text):
+        return fields
+    stated = {"vocab_size": LARGEST["vocab_size"]}
+    return {**fields, "text_config": {**text, **stated}} if isinstance(text, dict) else {**fields, **stated}
+
+
 def _with_tokens_below(scope: Fields, vocabulary: int) -> Fields:
     """Return the config with every token id within the small vocabulary."""
     small: Fields = {}
@@ -168,7 +177,7 @@ def _with_tokens_below(scope: Fields, vocabulary: int) -> Fields:
         if isinstance(value, dict):
             small[key] = value if key in _LEFT_ALONE else _with_tokens_below(value, vocabulary)
         elif _TOKEN.fullmatch(key) and type(value) is int:
-            small[key] = value % vocabulary if value >= vocabulary else value
+            small[key] = value % vocabulary if value > 0 else value
         elif _TOKEN.fullmatch(key) and isinstance(value, list):
             small[key] = [token % vocabulary if type(token) is int and token > 0 else token for token in value]
         else:
@@ -181,11 +190,21 @@ def _with_tokens_below(scope: Fields, vocabulary: int) -> Fields:
 
 def _counts(scope: Fields, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], str]]:
     """Return where the config counts layers, outer ones first."""
-    found = [(path, key) for key in (*DRAFT_COUNTS, *LAYER_COUNTS) if _is_size(scope.get(key))]
+    found = [(path, key) for key in (*DRAFT_COUNTS, *LAYER_COUNTS, LAYER_KINDS) if _count(scope, key)]
+    if path and path[-1] in _VISION and not found:
+        found = [(path, LAYER_COUNTS[0])]  # a config may leave its vision part to the family
     for key, value in scope.items():
         if isinstance(value, dict) and key not in _LEFT_ALONE:
             found += _counts(value, (*path, key))
     return found
+
+
+def _count(scope: Mapping[str, Any], key: str) -> int:
+    """Return how many layers a field counts, 0 if it counts none."""
+    value = scope.get(key)
+    if key == LAYER_KINDS:
+        return len(value) if isinstance(value, list) and not _is_size(scope.get(LAYER_COUNTS[0])) else 0
+    return value if _is_size(value) else 0
 
 
 def _with_fewest(fields: Fields, path: tuple[str, ...], key: str, config: ModelConfig, wanted: Kinds) -> Fields:
@@ -193,11 +212,14 @@ def _with_fewest(fields: Fields, path: tuple[str, ...], key: str, config: ModelC
     scope: Mapping[str, Any] = fields
     for step in path:
         scope = scope[step]
-    drafts = 0 if key in DRAFT_COUNTS else sum(scope[k] for k in DRAFT_COUNTS if _is_size(scope.get(k)))
-    layers = 0 if key in LAYER_COUNTS else next((scope[k] for k in LAYER_COUNTS if _is_size(scope.get(k))), 0)
-    for count in range(1, scope[key]):
-        cut = _Cut(old=layers + scope[key], new=layers + count, tail=drafts)
-        small = _at(fields, path, lambda part, cut=cut, count=count: {**_cut_lists(part, cut), key: count})
+    is_draft = key in DRAFT_COUNTS
+    drafts = 0 if is_draft else sum(_count(scope, draft) for draft in DRAFT_COUNTS)
+    layers = max(_count(scope, other) for other in (*LAYER_COUNTS, LAYER_KINDS)) if is_draft else 0
+    old = _count(scope, key)
+    for count in range(1, old or 2):
+        cut = _Cut(old=layers + old, new=layers + count, tail=drafts)
+        stated = {} if key == LAYER_KINDS else {key: count}
+        small = _at(fields, path, lambda part, cut=cut, stated=stated: {**_cut_lists(part, cut), **stated})
         try:
             if _kinds(_parsed(config, small)) == wanted:
                 return small

@@ -39,6 +39,9 @@ ROW_ALIGNMENT, EXTENT_ALIGNMENT_SLOTS = 4096, 4
 
 _QUANTIZATION = "quantization_config"
 _ORIGINAL = "original_quantization_config"
+_HF_QUANT = "_hf_quant_config"
+"""Where a config file alone carries its neighbour, and that neighbour's source."""
+
 _UNTOUCHED = frozenset({"vision", "projector", "audio"})
 _EXL3_VERSION = "1.6.5"
 _MXFP8_WEIGHTS = {
@@ -91,11 +94,13 @@ def store_as(
         UnknownFormatError: The model cannot be stored so.
         TonnageError: As :func:`blueprint_of`.
     """
-    fields = {key: value for key, value in config.fields.items() if key != "_hf_quant_config"}
+    fields = {key: value for key, value in config.fields.items() if not key.startswith(_HF_QUANT)}
     if storage == "config" and experts == "same":
         entries = assign_blueprint(blueprint_of(config)).entries
         return StoredModel(fields=fields, hf_quant=config.hf_quant, entries=entries)
-    base = config if storage == "config" else _requantized(config, fields, _dense_statement(storage, bits))
+    base = config
+    if storage != "config":
+        base = parse_config(_restated(fields, _dense_statement(storage, bits)), name=config.name)
     blueprint = blueprint_of(base)
     entries = tuple(
         _assigned(module, _format_of(module, storage, experts, bits), base.dtype)
@@ -104,15 +109,10 @@ def store_as(
     )
     statement = _statement(storage, experts, bits, entries)
     restated = _restated(fields, statement, original=config.hf_quant)
-    if experts != "exl3-v1":
-        return StoredModel(fields=restated, hf_quant=None, entries=entries)
-    geometry = slot_geometry(entries, bits)
-    return StoredModel(
-        fields=restated,
-        hf_quant=None,
-        entries=tuple(entry for entry in entries if entry.module.rule.role != "expert"),
-        geometry=geometry,
-    )
+    geometry = slot_geometry(entries, bits) if experts == "exl3-v1" else None
+    kept = tuple(entry for entry in entries if geometry is None or entry.module.rule.role != "expert")
+    _check_named_so(kept, blueprint_of(parse_config(restated, name=config.name)))
+    return StoredModel(fields=restated, hf_quant=None, entries=kept, geometry=geometry)
 
 
 def slot_geometry(entries: Iterable[Assigned], bits: Fraction) -> SlotGeometry:
@@ -146,6 +146,18 @@ def slot_geometry(entries: Iterable[Assigned], bits: Fraction) -> SlotGeometry:
         extent_alignment_slots=EXTENT_ALIGNMENT_SLOTS,
         extent_barriers=(intermediate_size // 64,),
     )
+
+
+def _check_named_so(entries: Iterable[Assigned], readers: Blueprint) -> None:
+    """Refuse tensors that whoever reads the new config would not look for.
+
+    Raises:
+        UnknownFormatError: The recipe names tensors otherwise under the new config.
+    """
+    known = {module.rule.pattern for module in readers.modules}
+    strange = sorted({entry.module.rule.pattern for entry in entries} - known)
+    if strange:
+        raise _refusal("the family's recipe has no such tensors in this storage", "other names", ", ".join(strange[:4]))
 
 
 # --- formats -----------------------------------------------------------------------------------------------------------
@@ -247,10 +259,6 @@ def _mxfp8_statement(ignored: Iterable[Module]) -> dict[str, Any]:
 def _as_regex(pattern: str) -> str:
     """Return a module pattern as compressed-tensors writes one: ``re:`` and digits for every index."""
     return "re:" + re.sub(r"\\\{[a-z_]+\\\}", "[0-9]+", re.escape(pattern)) + "$"
-
-
-def _requantized(config: ModelConfig, fields: Mapping[str, Any], statement: dict[str, Any] | None) -> ModelConfig:
-    return parse_config(_restated(fields, statement), name=config.name)
 
 
 def _restated(

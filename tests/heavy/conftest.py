@@ -1,0 +1,30 @@
+"""Settings of a heavy run. They stand before the first import of vLLM, which reads them once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: an import takes 15 s
+    "VLLM_KIMI_K3_GEMM_AR": "0",  # this and the next import a compiler for GPUs
+    "VLLM_ENABLE_GEMM_RS": "0",
+}
+
+os.environ.update(SETTINGS)
+sys.path[:0] = [str(HERE), str(HERE / "stubs")]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run that tested nothing: skipped tests are none."""
+    report = session.config.pluginmanager.get_plugin("terminalreporter")
+    if report is not None and not report.stats.get("passed"):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

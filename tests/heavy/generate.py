@@ -1,0 +1,33 @@
+"""Load a checkpoint with vLLM on the CPU and print what it makes of the tokens given: greedy, as JSON.
+
+Run: python generate.py CHECKPOINT COUNT TOKEN...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from vllm import LLM, SamplingParams, TokensPrompt
+
+KV_CACHE_BYTES = 128 << 20
+
+
+def main(checkpoint: str, count: str, *tokens: str) -> None:
+    """Generate ``count`` tokens."""
+    engine = LLM(
+        model=checkpoint,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=256,
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
+        disable_log_stats=True,
+    )
+    prompt = TokensPrompt(prompt_token_ids=[int(token) for token in tokens])
+    sampling = SamplingParams(temperature=0, max_tokens=int(count), detokenize=False)
+    (answer,) = engine.generate(prompt, sampling, use_tqdm=False)
+    print(json.dumps(list(answer.outputs[0].token_ids)))  # noqa: T201 - the result
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

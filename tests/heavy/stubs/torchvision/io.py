@@ -1,0 +1,3 @@
+"""Names of torchvision.io; what would read an image is not there."""
+
+ImageReadMode = decode_image = None
