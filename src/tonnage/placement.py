@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from tonnage.assignment import Assigned, Assignment
-    from tonnage.recipes.schema import EngineRule, Stage
+    from tonnage.recipes.schema import EngineRule, Split, Stage
 
 __all__ = ["TP_SIZES_TRIED", "Piece", "Placed", "Placement", "Share", "can_place", "place"]
 
@@ -163,7 +163,8 @@ def _try_place(assignment: Assignment, topology: Topology, engine: EngineModel) 
         return [], list(error.problems)
     placed: list[Placed] = []
     problems: dict[str, Problem] = {}
-    grains = axis_grains(assignment) if engine.uneven else {}
+    splits = ((entry, _split(entry, _exception(entry, engine))) for entry in assignment.entries)
+    grains = axis_grains(splits) if engine.uneven else {}
     for number, entry in enumerate(assignment.entries):
         try:
             if number in deals:
@@ -186,7 +187,7 @@ def _by_recipe(entry: Assigned, topology: Topology, engine: EngineModel, grains:
     exception = _exception(entry, engine)
     names = _names(entry, topology)
     stage = _stage(entry, exception, names)
-    split = (exception.split if exception and exception.split else None) or rule.split
+    split = _split(entry, exception)
     why = (exception.why if exception else "") or rule.why
     ranks = range(topology.tp)
     if exception and exception.absent_if is not None and exception.absent_if.evaluate_bool(names):
@@ -218,6 +219,10 @@ def _dealt(entry: Assigned, deals: Iterable[Deal], topology: Topology, engine: E
 
 def _names(entry: Assigned, topology: Topology) -> Mapping[str, object]:
     return {**entry.module.names, "tp": topology.tp, "ep": topology.ep, "etp": topology.expert_tp}
+
+
+def _split(entry: Assigned, exception: EngineRule | None) -> Split:
+    return (exception.split if exception else None) or entry.module.rule.split
 
 
 def _stage(entry: Assigned, exception: EngineRule | None, names: Mapping[str, object]) -> Stage:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import lcm, prod
 
-from tonnage.assignment import Assigned, Assignment
+from tonnage.assignment import Assigned
 from tonnage.cuts import Ranges, Uncuttable, cut_axis, deal_axis, extent, unit_grain
 from tonnage.engines.model import Deal, EngineModel, Local
 from tonnage.errors import Problem
@@ -88,17 +88,20 @@ def axis_runs(entry: Assigned, split: str) -> tuple[Run, ...]:
     return (*runs[:-1], Run(last, last))
 
 
-def axis_grains(assignment: Assignment) -> Grains:
-    """Return the cut step of every axis: what suits all storage formats of the modules that share it."""
+def axis_grains(entries: Iterable[tuple[Assigned, str]]) -> Grains:
+    """Return the cut step of every axis: what suits all storage formats of the modules that share it.
+
+    Args:
+        entries: Every entry with how it is split.
+    """
     grains: dict[tuple[str, int], int] = {}
-    for entry in assignment.entries:
-        for key, grain in _entry_grains(entry):
+    for entry, split in entries:
+        for key, grain in _entry_grains(entry, split):
             grains[key] = lcm(grains.get(key, 1), grain)
     return grains
 
 
-def _entry_grains(entry: Assigned) -> Iterator[tuple[tuple[str, int], int]]:
-    split = entry.module.rule.split
+def _entry_grains(entry: Assigned, split: str) -> Iterator[tuple[tuple[str, int], int]]:
     if split != "replicated":
         grain = entry.fmt.in_grain if split == "row" else entry.fmt.out_grain
         for run in axis_runs(entry, split):
@@ -138,7 +141,7 @@ class Shares:
     def whole(self, split: str) -> Share:
         """The rank holds everything; a vocabulary is padded all the same."""
         axis = "out" if split == "vocab" else "none"
-        size = self._module.out_size or _size(axis_runs(self._entry, "column"))
+        size = _size(axis_runs(self._entry, "column"))
         rows = self._engine.vocab_rows(size, 1) if split == "vocab" else size
         return Share(axis="none", ranges=(), copies=self._entry.copies, pieces=self._pieces(axis, ((0, size),), rows))
 

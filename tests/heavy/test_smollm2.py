@@ -16,6 +16,7 @@ PARAMETERS = 134_515_008
 BF16_BYTES = 2
 TENSORS = 30 * 9 + 2
 BYTES_PER_RANK = {1: 269_030_016, 3: 89_723_520}
+TONNAGE = Path(sys.executable).with_name("tonnage")
 GENERATE = Path(__file__).with_name("generate.py")
 
 
@@ -32,9 +33,7 @@ def checkpoint(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def tonnage(*arguments: str | Path) -> Any:
-    answer = subprocess.run(
-        [sys.executable, "-m", "tonnage", *arguments, "--json"], capture_output=True, text=True, check=False
-    )
+    answer = subprocess.run([TONNAGE, *arguments, "--json"], capture_output=True, text=True, check=False)
     assert (answer.returncode, answer.stderr) == (0, "")
     return json.loads(answer.stdout)
 

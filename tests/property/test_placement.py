@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from tonnage.assignment import Assigned, Assignment, assign_blueprint, convert_t
 from tonnage.checkpoint.config import parse_config
 from tonnage.cuts import Ranges, Uncuttable, cut_axis, deal_axis
 from tonnage.engines import ENGINES
+from tonnage.formats.quantized import exl3
 from tonnage.placement import Placed, can_place, place
-from tonnage.recipes.blueprint import Run, draw_blueprint
+from tonnage.recipes.blueprint import Run, draw_blueprint, stored_tensors
 from tonnage.recipes.loader import families, family_of, load_recipe
 from tonnage.topology import Topology
 
@@ -125,14 +127,39 @@ INLINE: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128},
     },
 }
+WIDE = {**_LLAMA_LIKE, "head_dim": 128, "intermediate_size": 1500, "attention_bias": True}
+IN_EXL3: dict[str, dict[str, Any]] = {
+    "llama in EXL3": {**WIDE, "model_type": "llama"},
+    "mixtral in EXL3": {**WIDE, "model_type": "mixtral", "num_local_experts": 7},
+}
 TP_SIZES = (1, 2, 3, 4, 8)
+
+
+def drawn(fields: dict[str, Any]) -> Assignment:
+    config = parse_config(fields, name="test")
+    return assign_blueprint(draw_blueprint(load_recipe(family_of(config.model_type)), config))
+
+
+def mixed_exl3(plain: Assignment) -> Assignment:
+    """Projections and the head in EXL3: two bits for the first three experts, four for all else."""
+    entries = []
+    for entry in plain.entries:
+        rule = entry.module.rule
+        if not (rule.convert or rule.is_routed or rule.role == "head"):
+            entries.append(entry)
+            continue
+        parts = ((4, (0, 1, 2)), (8, (3, 4, 5, 6))) if rule.is_routed else ((8, ()),)
+        for rate, members in parts:
+            fmt = exl3(rate, codebook="mcg")
+            stored = stored_tensors(entry.module, fmt, "BF16")
+            entries.append(replace(entry, fmt=fmt, stored=stored, members=members, copies=len(members) or entry.copies))
+    return replace(plain, entries=tuple(entries))
 
 
 def assignments() -> dict[str, Assignment]:
     found = {name: open_checkpoint(CONFIGS / f"{name}.json").assignment for name in ONE_PER_FAMILY}
-    for name, fields in INLINE.items():
-        config = parse_config(fields, name=name)
-        found[name] = assign_blueprint(draw_blueprint(load_recipe(family_of(config.model_type)), config))
+    found.update((name, drawn(fields)) for name, fields in INLINE.items())
+    found.update((name, mixed_exl3(drawn(fields))) for name, fields in IN_EXL3.items())
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
 from tonnage.errors import ConfigError, Problem
@@ -96,7 +97,7 @@ def _dtype(fields: Mapping[str, Any]) -> str:
             stated = scope.get(key)
             if stated is None:
                 continue
-            known = TORCH_NAMES.get(str(stated).removeprefix("torch."))
+            known = TORCH_NAMES.get(stated.removeprefix("torch.")) if isinstance(stated, str) else None
             if known is None:
                 raise _bad(f"unknown {key}", ", ".join(TORCH_NAMES), stated)
             return known
@@ -104,4 +105,4 @@ def _dtype(fields: Mapping[str, Any]) -> str:
 
 
 def _bad(what: str, expected: str, found: object) -> ConfigError:
-    return ConfigError(Problem(where="config.json", what=what, expected=expected, found=repr(found)))
+    return ConfigError(Problem(where="config.json", what=what, expected=expected, found=shown(found)))

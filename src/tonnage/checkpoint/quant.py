@@ -11,24 +11,31 @@ Sources:
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from fnmatch import translate
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from reprlib import repr as shown
+from typing import TYPE_CHECKING, Any
 
+from tonnage.checkpoint.name_tests import (
+    EVERYTHING,
+    EXPERTS,
+    NOT_HEAD,
+    WHERE,
+    Kind,
+    NameTest,
+    excluded,
+    listed,
+    matched,
+    named_inside,
+    names_in,
+)
 from tonnage.errors import ConfigError, Problem
 from tonnage.formats import quantized as q
 from tonnage.formats.storage import StorageFormat, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-Kind = Literal["linear", "expert", "head"]
-"""What the config's rules tell apart: linear layers, routed experts, the output head."""
+    from collections.abc import Callable, Mapping
 
 PLAIN = plain()
-_WHERE = "quantization_config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +52,22 @@ class QuantScheme:
     """
 
     method: str = "none"
-    rules: tuple[tuple[Callable[[str, Kind], bool], StorageFormat], ...] = ()
+    rules: tuple[tuple[NameTest, StorageFormat], ...] = ()
     kv_scales: bool = False
     notes: tuple[str, ...] = ()
     rates_unknown: bool = False
 
     def format_of(self, name: str, kind: Kind) -> StorageFormat:
         """Return the format the config states for a module, ``plain`` where it states none."""
-        for matches, fmt in self.rules:
-            if matches(name, kind):
+        for test, fmt in self.rules:
+            if test.matches(name, kind):
                 return fmt
         return PLAIN
+
+    @property
+    def steps(self) -> int:
+        """About how many steps of work one name takes."""
+        return sum(test.steps for test, _ in self.rules)
 
 
 UNQUANTIZED = QuantScheme()
@@ -86,10 +98,10 @@ def parse_quantization(
         return QuantScheme(
             notes=("quantization_config names no quant_method: engines ignore it, and so does this plan",)
         )
-    method = str(stated["quant_method"]).lower()
+    method = _text(stated, "quant_method").lower()
     if dialect == "deepseek_v4" and method == "fp8":
         default = "fp8" if config.get("model_type") == "deepseek_ref" else "fp4"
-        return _deepseek_v4(stated, str(config.get("expert_dtype", default)))
+        return _deepseek_v4(stated, _text(config, "expert_dtype") or default)
     parser = _METHODS.get(method)
     if parser is None:
         raise _refusal("unknown quant_method", ", ".join(sorted(_METHODS)), method)
@@ -112,46 +124,48 @@ def _from_hf_quant(hf_quant: Mapping[str, Any]) -> QuantScheme:
 
 
 def _fp8(stated: Mapping[str, Any]) -> QuantScheme:
-    static = stated.get("activation_scheme") == "static"
+    static = _activation(stated) == "static"
     block = stated.get("weight_block_size")
     fmt = q.fp8_tensor(input_scale=static) if block is None else q.fp8_block(*_pair(block))
-    ignored = _names(stated, "ignored_layers") or _names(stated, "modules_to_not_convert")
+    ignored = names_in(stated, "ignored_layers") or names_in(stated, "modules_to_not_convert")
     return QuantScheme(
-        method="fp8", rules=((_component_match(ignored), PLAIN), (_not_head, fmt)), kv_scales=_has_kv_scheme(stated)
+        method="fp8", rules=((named_inside(ignored), PLAIN), (NOT_HEAD, fmt)), kv_scales=_has_kv_scheme(stated)
     )
 
 
 def _mxfp8_native(stated: Mapping[str, Any]) -> QuantScheme:
-    ignored = _names(stated, "ignored_layers") or _names(stated, "modules_to_not_convert")
+    ignored = names_in(stated, "ignored_layers") or names_in(stated, "modules_to_not_convert")
     fmt = q.mxfp8(scale_suffix=".weight_scale_inv")
-    return QuantScheme(method="mxfp8", rules=((_component_match(ignored), PLAIN), (_not_head, fmt)))
+    return QuantScheme(method="mxfp8", rules=((named_inside(ignored), PLAIN), (NOT_HEAD, fmt)))
 
 
 def _mxfp4_experts(stated: Mapping[str, Any]) -> QuantScheme:
     fmt = q.mxfp4_blocks()
-    return QuantScheme(method="mxfp4", rules=((lambda _name, kind: kind == "expert", fmt),))
+    return QuantScheme(method="mxfp4", rules=((EXPERTS, fmt),))
 
 
 def _compressed_tensors(stated: Mapping[str, Any]) -> QuantScheme:
     groups = stated.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise _refusal("no config_groups", "at least one group", str(groups))
-    rules: list[tuple[Callable[[str, Kind], bool], StorageFormat]] = [(_ct_match(_names(stated, "ignore")), PLAIN)]
+        raise _refusal("no config_groups", "at least one group", type(groups).__name__)
+    rules: list[tuple[NameTest, StorageFormat]] = [(matched(names_in(stated, "ignore")), PLAIN)]
     for key, group in groups.items():
-        fmt = _ct_format(group, str(group.get("format") or stated.get("format") or ""), key)
-        targets = _names(group, "targets")
+        if not isinstance(group, dict):
+            raise _refusal(f"{key}: not an object", "an object", type(group).__name__)
+        fmt = _ct_format(group, _text(group, "format") or _text(stated, "format"), key)
+        targets = names_in(group, "targets")
         exact = tuple(t for t in targets if t != "Linear")
         if "Linear" in targets:
-            rules.append((_not_head, fmt))
+            rules.append((NOT_HEAD, fmt))
         if exact:
-            rules.append((_ct_match(exact), fmt))
+            rules.append((matched(exact), fmt))
     return QuantScheme(method="compressed-tensors", rules=tuple(rules), kv_scales=_has_kv_scheme(stated))
 
 
 def _ct_format(group: Mapping[str, Any], fmt: str, key: str) -> StorageFormat:
     weights = group.get("weights")
     if not isinstance(weights, dict):
-        raise _refusal(f"{key}: no weights", "an object", str(weights))
+        raise _refusal(f"{key}: no weights", "an object", type(weights).__name__)
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     size = weights.get("group_size")
     acts = group.get("input_activations")
@@ -175,31 +189,31 @@ def _ct_format(group: Mapping[str, Any], fmt: str, key: str) -> StorageFormat:
     raise _refusal(
         f"{key}: unknown weights",
         "fp8 tensor, channel or block; mxfp8; mxfp4; nvfp4; int pack-quantized by group",
-        f"num_bits {bits}, type {kind}, strategy {strategy}, group_size {size}, format {fmt}",
+        f"num_bits {shown(bits)}, type {shown(kind)}, strategy {shown(strategy)}, group_size {shown(size)}, format {fmt}",
     )
 
 
 def _modelopt(stated: Mapping[str, Any]) -> QuantScheme:
-    algo = str(stated.get("quant_algo", "")).upper()
-    excluded = _modelopt_exclude(_names(stated, "exclude_modules") or _names(stated, "ignore"))
+    algo = _text(stated, "quant_algo").upper()
+    skipped = excluded(names_in(stated, "exclude_modules") or names_in(stated, "ignore"))
     kv_scales = bool(stated.get("kv_cache_quant_algo") or stated.get("kv_cache_scheme"))
     if algo == "MIXED_PRECISION":
         layers = stated.get("quantized_layers")
         if not isinstance(layers, dict):
-            raise _refusal("MIXED_PRECISION without quantized_layers", "an object", str(type(layers).__name__))
+            raise _refusal("MIXED_PRECISION without quantized_layers", "an object", type(layers).__name__)
         by_format: dict[StorageFormat, list[str]] = {}
         for name, facts in layers.items():
-            by_format.setdefault(_modelopt_format(facts if isinstance(facts, dict) else {}), []).append(name)
-        rules = [(excluded, PLAIN)]
-        rules += [(_listed(frozenset(names)), fmt) for fmt, names in by_format.items()]
+            by_format.setdefault(_modelopt_format(_facts(name, facts)), []).append(name)
+        rules = [(skipped, PLAIN)]
+        rules += [(listed(names), fmt) for fmt, names in by_format.items()]
         return QuantScheme(method="modelopt_mixed", rules=tuple(rules), kv_scales=kv_scales)
     return QuantScheme(
-        method="modelopt", rules=((excluded, PLAIN), (_everything, _modelopt_format(stated))), kv_scales=kv_scales
+        method="modelopt", rules=((skipped, PLAIN), (EVERYTHING, _modelopt_format(stated))), kv_scales=kv_scales
     )
 
 
 def _modelopt_format(facts: Mapping[str, Any]) -> StorageFormat:
-    algo = str(facts.get("quant_algo", "")).upper()
+    algo = _text(facts, "quant_algo").upper()
     if algo == "FP8":
         return q.fp8_tensor(input_scale=True)
     if algo == "FP8_PER_CHANNEL_PER_TOKEN":
@@ -231,8 +245,8 @@ def _awq(stated: Mapping[str, Any]) -> QuantScheme:
 
 
 def _auto(stated: Mapping[str, Any], method: str, fmt: StorageFormat) -> QuantScheme:
-    ignored = _component_match(_names(stated, "modules_to_not_convert"))
-    test = _everything if stated.get("lm_head") is True else _not_head
+    ignored = named_inside(names_in(stated, "modules_to_not_convert"))
+    test = EVERYTHING if stated.get("lm_head") is True else NOT_HEAD
     return QuantScheme(method=method, rules=((ignored, PLAIN), (test, fmt)))
 
 
@@ -250,10 +264,10 @@ def _deepseek_v4(stated: Mapping[str, Any], expert_dtype: str) -> QuantScheme:
         experts = block
     else:
         raise _refusal("unknown expert_dtype", "fp4 or fp8", expert_dtype)
-    rules: list[tuple[Callable[[str, Kind], bool], StorageFormat]] = [(_is_expert, experts), (_not_head, block)]
-    if str(stated.get("moe_quant_algo", "")).upper() == "NVFP4":
+    rules: list[tuple[NameTest, StorageFormat]] = [(EXPERTS, experts), (NOT_HEAD, block)]
+    if _text(stated, "moe_quant_algo").upper() == "NVFP4":
         layers = stated.get("quantized_layers")
-        requantized = _listed(frozenset(layers)) if isinstance(layers, dict) else _is_expert
+        requantized = listed(layers) if isinstance(layers, dict) else EXPERTS
         rules.insert(0, (requantized, q.nvfp4("modelopt", input_scale=True)))
     return QuantScheme(method="fp8", rules=tuple(rules))
 
@@ -272,99 +286,41 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantScheme]] = {
 }
 
 
-# --- name tests --------------------------------------------------------------------------------------------------------
-
-
-def _everything(_name: str, _kind: Kind) -> bool:
-    return True
-
-
-def _is_expert(_name: str, kind: Kind) -> bool:
-    return kind == "expert"
-
-
-def _not_head(_name: str, kind: Kind) -> bool:
-    return kind != "head"
-
-
-def _listed(names: frozenset[str]) -> Callable[[str, Kind], bool]:
-    """The module itself or its parent (one entry for all experts of a layer) is listed."""
-
-    def test(name: str, _kind: Kind) -> bool:
-        while name:
-            if name in names:
-                return True
-            name = name.rpartition(".")[0]
-        return False
-
-    return test
-
-
-def _component_match(ignored: Iterable[str]) -> Callable[[str, Kind], bool]:
-    """An entry names the module whole, a parent of it, or path components inside it."""
-    wrapped = tuple(f".{entry}." for entry in ignored)
-
-    def test(name: str, _kind: Kind) -> bool:
-        return any(entry in f".{name}." for entry in wrapped)
-
-    return test
-
-
-def _ct_match(entries: Iterable[str]) -> Callable[[str, Kind], bool]:
-    """compressed-tensors: an exact name, or ``re:`` and a regular expression matched from the start."""
-    exact = frozenset(e for e in entries if not e.startswith("re:"))
-    patterns = tuple(_regex(e[3:]) for e in entries if e.startswith("re:"))
-
-    def test(name: str, _kind: Kind) -> bool:
-        return name in exact or any(p.match(name) for p in patterns)
-
-    return test
-
-
-def _modelopt_exclude(entries: tuple[str, ...]) -> Callable[[str, Kind], bool]:
-    """modelopt: wildcards; an entry without one also matches as a substring, as vLLM reads it."""
-    literal = tuple(e for e in entries if "*" not in e)
-    exact = frozenset(literal)
-    wild = re.compile("|".join(translate(e) for e in entries if "*" in e) or r"(?!)")
-
-    def test(name: str, _kind: Kind) -> bool:
-        return name in exact or wild.match(name) is not None or any(e in name for e in literal)
-
-    return test
-
-
-@lru_cache(maxsize=1024)
-def _regex(text: str) -> re.Pattern[str]:
-    """Compile a pattern from a stranger's config; nested repetition, which can run away, is refused."""
-    if len(text) > 512 or re.search(r"[+*}]\)?[+*{]", text.replace("\\.", "")):
-        raise _refusal("pattern too costly", "a plain regular expression", text)
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise _refusal("not a regular expression", "a regular expression", f"{text}: {error}") from error
-
-
 # --- fields ------------------------------------------------------------------------------------------------------------
 
 
-def _names(stated: Mapping[str, Any], key: str) -> tuple[str, ...]:
+def _text(stated: Mapping[str, Any], key: str) -> str:
+    """Return a text out of a config, empty where there is none."""
     value = stated.get(key)
     if value is None:
-        return ()
-    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise _refusal(f"{key} is no list of names", "a list of strings", type(value).__name__)
-    return tuple(value)
+        return ""
+    if not isinstance(value, str):
+        raise _refusal(f"{key} is no text", "a string", type(value).__name__)
+    return value
+
+
+def _facts(name: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise _refusal(f"quantized_layers: {name}: not an object", "an object", type(value).__name__)
+    return value
+
+
+def _activation(stated: Mapping[str, Any]) -> str:
+    scheme = _text(stated, "activation_scheme") or "dynamic"
+    if scheme not in ("static", "dynamic"):
+        raise _refusal("unknown activation_scheme", "static or dynamic", scheme)
+    return scheme
 
 
 def _pair(value: object) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2:
-        raise _refusal("weight block is no pair", "two positive integers", repr(value))
+        raise _refusal("weight block is no pair", "two positive integers", shown(value))
     return _positive(value[0]), _positive(value[1])
 
 
 def _positive(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= 1 << 20:
-        raise _refusal("not a size", "a positive integer", repr(value))
+        raise _refusal("not a size", "a positive integer", shown(value))
     return value
 
 
@@ -373,4 +329,4 @@ def _has_kv_scheme(stated: Mapping[str, Any]) -> bool:
 
 
 def _refusal(what: str, expected: str, found: str) -> ConfigError:
-    return ConfigError(Problem(where=_WHERE, what=what, expected=expected, found=found))
+    return ConfigError(Problem(where=WHERE, what=what, expected=expected, found=found))

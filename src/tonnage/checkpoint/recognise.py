@@ -6,7 +6,7 @@ tensors with exactly these dtypes and shapes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tonnage.errors import TonnageError
 from tonnage.formats import quantized as q
@@ -103,7 +103,7 @@ def _int_words(stored: Mapping[str, Kind], out: int, in_: int) -> Iterator[Stora
 def _exl3(stored: Mapping[str, Kind]) -> Iterator[StorageFormat]:
     shape = stored[".trellis"].shape
     if len(shape) == 3 and shape[2] % 8 == 0:
-        codebook = "mcg" if ".mcg" in stored else "mul1" if ".mul1" in stored else "3inst"
+        codebook: Literal["3inst", "mcg", "mul1"] = "mcg" if ".mcg" in stored else "mul1" if ".mul1" in stored else "3inst"
         try:
             yield q.exl3(shape[2] // 8, codebook=codebook, legacy_signs=".su" in stored)
         except TonnageError:

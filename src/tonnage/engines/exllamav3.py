@@ -9,7 +9,8 @@ Inferred: vision towers are held by the first GPU; which rank holds a latent att
 the layers before. Not modelled: the copy of a tied embedding that serves as the head, FP8 blocks turned into FP16.
 
 Source:
-    exllamav3 1.6.5 ``model/model_tp_alloc.py``, ``util/misc.py`` ``ratio_split``, ``make_tp_allocation`` of modules.
+    exllamav3 1.6.5 as to units and what is replicated. How units are shared out: turboderp-org/exllamav3
+    ``model/model_tp_alloc.py`` at 01b52187 and ``util/misc.py`` ``ratio_split`` at 0e43d8c2, without its overheads.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ def _attention(members: list[tuple[int, Assigned]]) -> Iterator[_Component]:
 def _head_units(entries: Iterable[Assigned]) -> int:
     """Return the units of a block of heads: those all its modules have, grouped until projections are whole blocks.
 
-    Fused parts of one value per head (a recurrence's time step) never are; they are held whole instead.
+    Fused parts of one value per head (a recurrence's time step) never are; they are held whole instead. In a checkpoint
+    that is not quantised it is the projections that could be which must be whole blocks: small ones stay plain always.
 
     Raises:
         PlacementError: An odd number of groups is left that are no whole blocks of 128 channels.

@@ -1,16 +1,19 @@
 """SGLang: what its own classes allocate for every rank at load, before kernels repack anything.
 
-Confirmed from source: linear, QKV and routed-expert classes cut as those of vLLM do; the padding of the vocabulary;
-whole experts under ``--ep-size``, which must divide them; experts in block FP8 only cut at whole blocks; the copies of
-``kv_b_proj`` of absorbed MLA; for Kimi K3 the replicated projections (f_a, q_a, kv_a, latent pair, attention residual).
-Inferred: where a recipe has no ``[sglang]`` table, what its ``[vllm]`` table says of single modules (another dtype,
-parts of a draft not loaded, a rounded width) is taken over, and the plan's lines say so. For Kimi K3 that includes the
-least expert width of 256: SGLang's model does not ask for it, its MXFP4 kernels round a slice of 192 up to as much.
+Confirmed from the source of 0.5.23: linear, QKV and routed-expert classes cut as those of vLLM do; the padding of the
+vocabulary; whole experts under ``--ep-size``; FP8 channel scales in F32; the copies of ``kv_b_proj`` of absorbed MLA;
+for Kimi K3 the replicated projections (f_a, q_a, kv_a, latent pair, attention residual).
+Read in other versions only: expert-parallel ranks must divide the experts (``moe/fused_moe_triton/layer.py``); experts
+in block FP8 are only cut at whole blocks (sgl-project/sglang issue 10641).
+Inferred: one scalar for every fused part, as vLLM keeps them; and where a recipe has no ``[sglang]`` table, what its
+``[vllm]`` table says of single modules (another dtype, parts of a draft not loaded, a rounded width) is taken over, and
+the plan's lines say so. For Kimi K3 that includes the least expert width of 256: SGLang's model does not ask for it,
+the Marlin and TRT-LLM kernels for MXFP4 round a slice of 192 up to as much.
 Not claimed: rows fused modules are rounded up by, and scalars of quantised KV caches and of NVFP4 inputs.
 
 Source:
-    SGLang 0.5.23 ``srt/layers`` (``vocab_parallel_embedding.py``, ``linear.py``, ``moe/fused_moe_triton/layer.py``,
-    ``quantization/fp8.py``) and ``srt/models`` (``deepseek_v2.py``, ``kimi_k3.py``).
+    SGLang 0.5.23 ``srt/layers`` (``vocab_parallel_embedding.py``, ``linear.py``, ``quantization/fp8.py``) and
+    ``srt/models`` (``deepseek_v2.py``, ``kimi_k3.py``).
 """
 
 from __future__ import annotations
@@ -47,6 +50,13 @@ def _held_shape(
         _check_blocks(entry, local, topology)
         return None
     return vllm_held_shape(entry, stored, local, topology)
+
+
+def _held_dtype(entry: Assigned, stored: Stored) -> tuple[str, str] | None:
+    """Return F32 for channel scales of FP8, which are stored in the model dtype."""
+    if entry.fmt.name == "fp8_e4m3_channel" and stored.suffix == ".weight_scale" and stored.dtype != "F32":
+        return "F32", "scales are held in F32"
+    return None
 
 
 def _check_blocks(entry: Assigned, local: Local, topology: Topology) -> None:
@@ -108,6 +118,7 @@ SGLANG = EngineModel(
     vocab_rows=_vocab_rows,
     held_shape=_held_shape,
     extras=lambda assignment, topology: tuple(_extras(assignment, topology)),
+    held_dtype=_held_dtype,
     takes_over=("vllm",),
     check=_check,
 )

@@ -3,8 +3,8 @@
 Heads of attention and recurrence are cut evenly, so that any engine can run a rank; KV heads may be held by several
 ranks. Channels of MLPs and experts, and heads of vision towers, are shared out as equally as their storage formats
 allow, the first ranks take one more; a rank may hold none. A vocabulary's rows are padded to a multiple of the ranks
-unless its format is cut in blocks. What recipes replicate stays whole, for their reason: every rank reads all of it
-(norms, routers, latents), and cutting it would change what a rank computes.
+unless its format is cut in blocks. What recipes replicate stays whole, for their reason, unless their ``[split]`` table
+says how a rank can compute with a part of it.
 """
 
 from __future__ import annotations

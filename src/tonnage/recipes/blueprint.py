@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from tonnage.checkpoint.quant import PLAIN, Kind, QuantScheme, parse_quantization
+from tonnage.checkpoint.name_tests import Kind
+from tonnage.checkpoint.quant import PLAIN, QuantScheme, parse_quantization
 from tonnage.errors import ConfigError, Problem, RecipeError, TonnageError
 from tonnage.formats.dtypes import payload_bytes
 from tonnage.formats.storage import MODEL_DTYPE, Dim, Part, StorageFormat, stored_shape
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
     from tonnage.checkpoint.config import ModelConfig
     from tonnage.recipes.schema import Extent, Recipe, Rule, Section
 
-MOST_INDICES = 1 << 20
+MOST_LAYERS = 1 << 12
+MOST_EXPERTS = 1 << 16
+MOST_ELEMENTS = 1 << 48
+"""No layer count, expert count or tensor beyond these is believed: a config is a stranger's."""
+MOST_STEPS = 1 << 18
+"""Steps of name matching per recipe line, layers times what one name costs (:attr:`QuantScheme.steps`)."""
 _INDEX = re.compile(r"\{([a-z_]+)\}")
 _SPELLED = re.compile(r"\.[0-9]+(?:\.|$)", re.ASCII)
 _HEAD = "head"
@@ -37,6 +43,11 @@ class Run:
 
     size: int
     units: int
+
+
+Axis = tuple[Run, ...]
+Facts = tuple[Axis, Axis, tuple[Axis, ...], int, bool, bool]
+"""Output axis, input axis, axes of a single tensor, stack, bias, optional."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,9 +295,18 @@ def _rule_modules(rule: Rule, section: Section, numbers: _Numbers, scheme: Quant
     index_names = _INDEX.findall(rule.pattern)
     firsts = numbers.extent(index_names[0]) if index_names else (None,)
     rest = tuple(numbers.extent(name) for name in index_names[1:])
-    groups: dict[tuple[object, ...], list[int]] = {}
+    if rule.is_linear and rule.quantizes and len(firsts) * scheme.steps > MOST_STEPS:
+        raise ConfigError(
+            Problem(
+                where="quantization_config",
+                what="too many or too costly names to match on every layer",
+                expected=f"at most {MOST_STEPS} steps for {rule.pattern}",
+                found=f"{scheme.steps} steps on each of {len(firsts)} layers",
+            )
+        )
+    groups: dict[tuple[Facts, StorageFormat], list[int]] = {}
     varies = _uses(rule, numbers.layered | {"layer"})
-    facts: tuple[object, ...] | None = None
+    facts: Facts | None = None
     for first in firsts:
         if facts is None or varies:
             facts = numbers.facts(rule, first)
@@ -295,8 +315,9 @@ def _rule_modules(rule: Rule, section: Section, numbers: _Numbers, scheme: Quant
                 break
             continue
         fmt = _stated_format(rule, scheme, first, len(index_names))
-        groups.setdefault((*facts, fmt), []).append(-1 if first is None else first)
-    for (out, in_, shape, stack, bias, optional, fmt), layers in groups.items():
+        groups.setdefault((facts, fmt), []).append(-1 if first is None else first)
+    for ((out, in_, shape, stack, bias, optional), fmt), layers in groups.items():
+        _check_elements(rule, (out, in_, *shape), stack)
         yield Module(
             rule=rule,
             section=section,
@@ -310,7 +331,7 @@ def _rule_modules(rule: Rule, section: Section, numbers: _Numbers, scheme: Quant
             optional=optional,
             fmt=fmt,
             names=numbers.names(layers[0] if index_names else None),
-        )  # type: ignore[misc]
+        )
 
 
 def _stated_format(rule: Rule, scheme: QuantScheme, first: int | None, n_indices: int) -> StorageFormat:
@@ -321,6 +342,19 @@ def _stated_format(rule: Rule, scheme: QuantScheme, first: int | None, n_indices
     name = _INDEX.sub(lambda _: str(next(values)), rule.pattern)
     kind: Kind = "expert" if rule.is_routed else "head" if rule.role == _HEAD else "linear"
     return scheme.format_of(name, kind)
+
+
+def _check_elements(rule: Rule, axes: tuple[tuple[Run, ...], ...], stack: int) -> None:
+    elements = prod(sum(run.size for run in axis) for axis in axes if axis) * (stack or 1)
+    if not 0 <= elements <= MOST_ELEMENTS:
+        raise ConfigError(
+            Problem(
+                where="config.json",
+                what=f"tensor {rule.pattern} beyond reason",
+                expected=f"at most {MOST_ELEMENTS} elements",
+                found=str(elements),
+            )
+        )
 
 
 def _uses(rule: Rule, names: frozenset[str] | set[str]) -> bool:
@@ -364,18 +398,19 @@ class _Numbers:
         rule = self._section.indices[index]
         start = 0 if rule.start is None else rule.start.evaluate_int(self._base)
         count = rule.count.evaluate_int(self._base)
-        if not (0 <= start <= MOST_INDICES and 0 <= count <= MOST_INDICES):
+        most = MOST_EXPERTS if index == "expert" else MOST_LAYERS
+        if not (0 <= start <= most and 0 <= count <= most):
             raise ConfigError(
                 Problem(
                     where="config.json",
                     what=f"extent of {index} beyond reason",
-                    expected=f"0..{MOST_INDICES}",
+                    expected=f"0..{most}",
                     found=f"{count} from {start}",
                 )
             )
         return range(start, start + count)
 
-    def facts(self, rule: Rule, layer: int | None) -> tuple[object, ...] | None:
+    def facts(self, rule: Rule, layer: int | None) -> Facts | None:
         """Return the numbers of a rule on one layer, or ``None`` where it does not exist."""
         names = self.names(layer)
         if rule.when is not None and not rule.when.evaluate_bool(names):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tonnage.checkpoint.recognise import PLAIN_DTYPES
+from tonnage.formats.exl3_v1_names import EXL3_V1
 
 if TYPE_CHECKING:
     from tonnage.assignment import Assigned
@@ -33,8 +34,8 @@ class Fill:
     Attributes:
         kind: ``normal`` with standard deviation 0.02, ``near_one`` likewise around 1, ``positive`` scales, ``signed``
             rotation vectors; ``bytes`` for codes of which every pattern is legal; ``e4m3`` and ``e5m2`` without NaN and
-            infinity; ``e8m0`` exponents 118..126; ``below_8`` bytes; ``indices`` 0..3; ``integers`` exactly those given;
-            ``steps`` i // step; ``rows`` of used bytes, then zeros.
+            infinity; ``e8m0`` exponents 118..126; ``below_8`` bytes; ``indices`` 0..3; ``integers`` exactly those
+            given; ``steps`` i // step; ``rows`` of used bytes, then zeros.
         numbers: The integers, the step, or used bytes and stride of a row.
     """
 
@@ -44,15 +45,10 @@ class Fill:
 
 def fill_of(entry: Assigned, stored: Stored) -> Fill:
     """Return the values of one stored tensor of a module."""
-    module, fmt, suffix, dtype = entry.module, entry.fmt, stored.suffix, stored.dtype
-    if suffix in MARKERS:
-        return Fill("integers", (MARKERS[suffix],))
-    if suffix == ".weight_shape":
-        return Fill("integers", (module.out_size, module.in_size))
-    if suffix == ".g_idx":
-        return Fill("steps", (fmt.in_grain,))
-    if suffix in (".suh", ".svh"):
-        return Fill("signed")
+    fmt, suffix, dtype = entry.fmt, stored.suffix, stored.dtype
+    exact = _exact_fill(entry, suffix)
+    if exact is not None:
+        return exact
     beside_codes = not fmt.is_plain and suffix in {part.suffix for part in fmt.parts[1:]}
     if dtype in PLAIN_DTYPES:
         return Fill("positive" if beside_codes or suffix.endswith("_scale") else _float_kind(entry, suffix))
@@ -61,11 +57,25 @@ def fill_of(entry: Assigned, stored: Stored) -> Fill:
     return Fill("indices" if dtype in _INDEX_DTYPES else _BYTE_KINDS.get(dtype, "bytes"))
 
 
+def _exact_fill(entry: Assigned, suffix: str) -> Fill | None:
+    """Return the values of tensors that are what their name says, in whatever format."""
+    module = entry.module
+    if suffix in MARKERS:
+        return Fill("integers", (MARKERS[suffix],))
+    if suffix == ".weight_shape":
+        return Fill("integers", (module.out_size, module.in_size))
+    if suffix == ".g_idx":
+        return Fill("steps", (entry.fmt.in_grain,))
+    return Fill("signed") if suffix in (".suh", ".svh") else None
+
+
 def layer_fill(tensor: LayerTensor, *, row_bytes: int) -> Fill:
     """Return the values of one tensor of an exl3-v1 layer file whose rows have so many used bytes."""
     if tensor.dtype == "F16":
         return Fill("signed")
-    return Fill("rows", (row_bytes, tensor.shape[1])) if len(tensor.shape) == 2 else Fill("below_8")
+    if tensor.name == EXL3_V1.codes:
+        return Fill("rows", (row_bytes, tensor.shape[1]))
+    return Fill("below_8")
 
 
 def _float_kind(entry: Assigned, suffix: str) -> FillKind:

@@ -1,7 +1,7 @@
 """Writing a rehearsal checkpoint: a directory that looks in every header like the real one.
 
-Sparse files have their full size and no blocks but those of the headers. Everything is written into a directory beside the
-final one, which gets its name when all is there.
+Sparse files have their full size and no blocks but those of the headers. Everything is written into a directory beside
+the final one, which gets its name when all is there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which file of a checkpoint holds which tensors, in which order, at which offsets: its headers and its index.
 
-A large checkpoint gets one shard file per decoder layer, one for the rest of the text part, and one for each further part
-(vision tower, projector); a small one is a single file. Tensors stand in the order of the safetensors library: wider
-dtypes first, then by name. The layer files of an exl3-v1 container stand beside the shards and are in no index.
+A large checkpoint gets one shard file per decoder layer, one for the rest of the text part, and one for each further
+part (vision tower, projector); a small one is a single file. Tensors stand in the order of the safetensors library:
+wider dtypes first, then by name. The layer files of an exl3-v1 container stand beside the shards and are in no index.
 
 Source:
     huggingface/safetensors 0.6, ``safetensors/src/tensor.rs`` (``prepare``). Shard map of one layer per file:
@@ -41,7 +41,7 @@ _METADATA = {"format": "pt"}
 
 
 class LaidTensor(NamedTuple):
-    """A tensor in its place: name, dtype, shape, first byte and byte after the last within the payload, and its values."""
+    """A tensor in its place: first byte, and byte after the last, within the payload; and the kind of its values."""
 
     name: str
     dtype: str
@@ -157,9 +157,7 @@ def plan_layout(
         sharded: Whether to cut by layers; ``None`` cuts from 5 GB.
     """
     nbytes = sum(entry.nbytes for entry in entries)
-    groups = [
-        Group(entry, first) for entry in entries for first in (entry.first if entry.module.first else (None,))
-    ]
+    groups = [Group(entry, first) for entry in entries for first in (entry.first if entry.module.first else (None,))]
     cut = nbytes >= SINGLE_FILE_BYTES if sharded is None else sharded
     parts = _cut(groups) if cut else [groups]
     shards = tuple(

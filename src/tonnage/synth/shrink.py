@@ -1,19 +1,23 @@
 """A config to that of a small model with the same kinds of tensors.
 
-Known sizes are capped by a table, head counts divided so that their ratios stay, vision widths halved together, and layers
-cut to the fewest that still have every module of the full model. Fields that are not known here stay as they are.
+Known sizes are capped by a table, head counts divided so that their ratios stay, vision widths halved together, and
+layers cut to the fewest that still have every module of the full model. Fields that are not known here stay as they
+are. Names in a quantisation config keep their layer numbers, so a draft layer, which follows the last one, may come to
+be stored otherwise than in the full model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tonnage.checkpoint.config import ModelConfig, parse_config
 from tonnage.errors import ConfigError, Problem, TonnageError
-from tonnage.synth.storage import blueprint_of
+from tonnage.recipes.blueprint import blueprint_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Fields = dict[str, Any]
 
@@ -51,6 +55,8 @@ VISION_WIDTHS = (
 )  # fmt: skip
 """Halved together, heads kept, until the first or second is at most :data:`WIDEST_VISION`."""
 
+VISION_HEADS = ("num_attention_heads", "num_heads", "vt_num_attention_heads")
+JOINED_WIDTHS = ("text_hidden_size", "out_hidden_size")
 WIDEST_VISION = 640
 LAYER_COUNTS = ("num_hidden_layers", "depth", "vt_num_hidden_layers")
 LAYER_KINDS = "layers_block_type"
@@ -104,7 +110,7 @@ def _parsed(config: ModelConfig, fields: Fields) -> ModelConfig:
     return parse_config(fields, name=config.name, hf_quant=config.hf_quant)
 
 
-# --- sizes -------------------------------------------------------------------------------------------------------------
+# --- sizes ------------------------------------------------------------------------------------------------------------
 
 
 def _shrunk(scope: Fields) -> Fields:
@@ -116,19 +122,19 @@ def _shrunk(scope: Fields) -> Fields:
         elif isinstance(value, dict):
             small[key] = _shrunk_vision(value) if key in _VISION else _shrunk(value)
         else:
-            small[key] = min(value, LARGEST[key]) if key in LARGEST and _is_size(value) else value
+            small[key] = min(value, LARGEST[key]) if key in LARGEST and _size(value) else value
     for group in HEAD_GROUPS:
         small |= _fewer_heads(scope, group)
-    width, heads = scope.get("hidden_size"), scope.get("num_attention_heads")
+    width, heads = _size(scope.get("hidden_size")), _size(scope.get("num_attention_heads"))
     own = "kv_lora_rank" in scope or str(scope.get("model_type", "")).startswith(_OWN_HEAD_SIZE)
-    if not own and not scope.get("head_dim") and _is_size(width) and _is_size(heads) and width % heads == 0:
+    if not own and not scope.get("head_dim") and width and heads and width % heads == 0:
         small["head_dim"] = width // heads  # else the width of a head would follow from the small ones
     return small
 
 
 def _fewer_heads(scope: Fields, group: tuple[str, ...]) -> Fields:
     """Return the counts of a group divided by the smallest number that makes the first small."""
-    counts = {key: scope[key] for key in group if _is_size(scope.get(key))}
+    counts = {key: scope[key] for key in group if _size(scope.get(key))}
     if group[0] not in counts:
         return {}
     shared = {key: count for key, count in counts.items() if count > 1}
@@ -141,24 +147,24 @@ def _fewer_heads(scope: Fields, group: tuple[str, ...]) -> Fields:
 
 
 def _shrunk_vision(scope: Fields) -> Fields:
-    widths = {key: scope[key] for key in VISION_WIDTHS if _is_size(scope.get(key))}
+    """Return a vision or audio part with its widths halved; those of the text part it joins are capped like them."""
+    widths = {key: scope[key] for key in VISION_WIDTHS if _size(scope.get(key))}
     width = widths.get("hidden_size") or widths.get("vt_hidden_size") or 0
-    heads = scope.get("num_attention_heads") or scope.get("num_heads") or scope.get("vt_num_attention_heads") or 1
+    heads = max(_size(scope.get(key)) for key in VISION_HEADS) or 1
+    if scope.get("head_dim"):
+        heads = 1  # whose width is its own
     divisor = 1
-    while width // divisor > WIDEST_VISION and all(size % (2 * divisor * heads) == 0 for size in (width,)):
+    while width // divisor > WIDEST_VISION and widths.get("qkv_hidden_size", width) % (2 * divisor * heads) == 0:
         divisor *= 2
     if any(size % divisor for size in widths.values()):
         divisor = 1
-    linked = {
-        key: min(scope[key], LARGEST[key])
-        for key in ("text_hidden_size", "out_hidden_size")
-        if _is_size(scope.get(key))
-    }
-    return {**scope, **{key: size // divisor for key, size in widths.items()}, **linked}
+    joined = {key: min(scope[key], LARGEST[key]) for key in JOINED_WIDTHS if _size(scope.get(key))}
+    return {**scope, **{key: size // divisor for key, size in widths.items()}, **joined}
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and value > 0
+def _size(value: object) -> int:
+    """Return a positive integer of a config, 0 for everything else."""
+    return value if type(value) is int and value > 0 else 0
 
 
 def _with_vocabulary(fields: Fields) -> Fields:
@@ -176,16 +182,16 @@ def _with_tokens_below(scope: Fields, vocabulary: int) -> Fields:
     for key, value in scope.items():
         if isinstance(value, dict):
             small[key] = value if key in _LEFT_ALONE else _with_tokens_below(value, vocabulary)
-        elif _TOKEN.fullmatch(key) and type(value) is int:
-            small[key] = value % vocabulary if value > 0 else value
         elif _TOKEN.fullmatch(key) and isinstance(value, list):
-            small[key] = [token % vocabulary if type(token) is int and token > 0 else token for token in value]
+            small[key] = [_size(token) % vocabulary if _size(token) else token for token in value]
+        elif _TOKEN.fullmatch(key) and _size(value):
+            small[key] = value % vocabulary
         else:
             small[key] = value
     return small
 
 
-# --- layers ------------------------------------------------------------------------------------------------------------
+# --- layers -----------------------------------------------------------------------------------------------------------
 
 
 def _counts(scope: Fields, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], str]]:
@@ -203,8 +209,8 @@ def _count(scope: Mapping[str, Any], key: str) -> int:
     """Return how many layers a field counts, 0 if it counts none."""
     value = scope.get(key)
     if key == LAYER_KINDS:
-        return len(value) if isinstance(value, list) and not _is_size(scope.get(LAYER_COUNTS[0])) else 0
-    return value if _is_size(value) else 0
+        return len(value) if isinstance(value, list) and not _size(scope.get(LAYER_COUNTS[0])) else 0
+    return _size(value)
 
 
 def _with_fewest(fields: Fields, path: tuple[str, ...], key: str, config: ModelConfig, wanted: Kinds) -> Fields:
@@ -218,8 +224,7 @@ def _with_fewest(fields: Fields, path: tuple[str, ...], key: str, config: ModelC
     old = _count(scope, key)
     for count in range(1, old or 2):
         cut = _Cut(old=layers + old, new=layers + count, tail=drafts)
-        stated = {} if key == LAYER_KINDS else {key: count}
-        small = _at(fields, path, lambda part, cut=cut, stated=stated: {**_cut_lists(part, cut), **stated})
+        small = _at(fields, path, cut, {} if key == LAYER_KINDS else {key: count})
         try:
             if _kinds(_parsed(config, small)) == wanted:
                 return small
@@ -228,10 +233,11 @@ def _with_fewest(fields: Fields, path: tuple[str, ...], key: str, config: ModelC
     return fields
 
 
-def _at(fields: Fields, path: tuple[str, ...], change: Callable[[Fields], Fields]) -> Fields:
+def _at(fields: Fields, path: tuple[str, ...], cut: _Cut, stated: Fields) -> Fields:
+    """Return the config with the part at ``path`` cut, and what it now states."""
     if not path:
-        return change(fields)
-    return {**fields, path[0]: _at(fields[path[0]], path[1:], change)}
+        return {**_cut_lists(fields, cut), **stated}
+    return {**fields, path[0]: _at(fields[path[0]], path[1:], cut, stated)}
 
 
 class _Cut:

@@ -1,7 +1,7 @@
 """A config, and how its tensors shall be stored, to the config that says so and the tensors that follow from it.
 
-``config`` keeps the formats the config states. Everything else restates ``quantization_config`` and draws the model anew,
-because some families take stacked experts apart once a checkpoint is quantised.
+``config`` keeps the formats the config states. Everything else restates ``quantization_config`` and draws the model
+anew, because some families take stacked experts apart once a checkpoint is quantised.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tonnage.assignment import Assigned, assign_blueprint
 from tonnage.checkpoint.config import ModelConfig, parse_config
+from tonnage.checkpoint.quant import UNQUANTIZED
 from tonnage.errors import Problem, UnknownFormatError
 from tonnage.formats.exl3_v1 import SlotGeometry
 from tonnage.formats.exl3_v1_names import EXL3_V1
 from tonnage.formats.quantized import exl3, mxfp8
 from tonnage.formats.storage import plain
-from tonnage.recipes.blueprint import Blueprint, Module, draw_blueprint, stored_tensors
-from tonnage.recipes.loader import families, family_of, load_recipe
+from tonnage.recipes.blueprint import Blueprint, Module, blueprint_of, stored_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -30,7 +30,7 @@ Storage = Literal["config", "bf16", "mxfp8", "exl3"]
 """How everything is stored: as the config states, unquantised, in MXFP8, or as exllamav3 writes it."""
 
 Experts = Literal["same", "exl3", "exl3-v1"]
-"""How routed experts are stored: like everything else, as exllamav3 writes them, or in a container beside the shards."""
+"""How routed experts are stored: like the rest, as exllamav3 writes them, or in a container beside the shards."""
 
 DEFAULT_BITS = Fraction(2)
 EXL3_HEAD_BITS = 6
@@ -67,18 +67,6 @@ class StoredModel:
     geometry: SlotGeometry | None = None
 
 
-def blueprint_of(config: ModelConfig) -> Blueprint:
-    """Return every module of a config's family.
-
-    Raises:
-        UnknownFamilyError: No recipe answers.
-        RecipeError: The config lacks what its recipe needs.
-        ConfigError: Its quantisation is unknown.
-    """
-    family = family_of(config.model_type, config.architectures)
-    return draw_blueprint(load_recipe(family), config, dialect=str(families()[family].get("dialect", "")))
-
-
 def store_as(
     config: ModelConfig, *, storage: Storage = "config", experts: Experts = "same", bits: Fraction = DEFAULT_BITS
 ) -> StoredModel:
@@ -98,10 +86,10 @@ def store_as(
     if storage == "config" and experts == "same":
         entries = assign_blueprint(blueprint_of(config)).entries
         return StoredModel(fields=fields, hf_quant=config.hf_quant, entries=entries)
-    base = config
-    if storage != "config":
-        base = parse_config(_restated(fields, _dense_statement(storage, bits)), name=config.name)
-    blueprint = blueprint_of(base)
+    base, blueprint = config, blueprint_of(config)
+    if storage != "config" or blueprint.scheme.method == UNQUANTIZED.method:
+        base = parse_config(_restated(fields, _first_statement(storage, experts, bits)), name=config.name)
+        blueprint = blueprint_of(base)
     entries = tuple(
         _assigned(module, _format_of(module, storage, experts, bits), base.dtype)
         for module in blueprint.modules
@@ -160,7 +148,7 @@ def _check_named_so(entries: Iterable[Assigned], readers: Blueprint) -> None:
         raise _refusal("the family's recipe has no such tensors in this storage", "other names", ", ".join(strange[:4]))
 
 
-# --- formats -----------------------------------------------------------------------------------------------------------
+# --- formats ----------------------------------------------------------------------------------------------------------
 
 
 def _assigned(module: Module, fmt: StorageFormat, model_dtype: str) -> Assigned:
@@ -180,7 +168,10 @@ def _format_of(module: Module, storage: Storage, experts: Experts, bits: Fractio
 
 
 def _is_quantizable(module: Module) -> bool:
-    return module.rule.is_linear and module.rule.quantizes and module.rule.role not in _UNTOUCHED
+    """Whether a writer of EXL3 or MXFP8 takes it. Stacked experts of a draft part are left as they are."""
+    rule = module.rule
+    stacked_draft = module.stack and rule.role != "expert"
+    return rule.is_linear and rule.quantizes and rule.role not in _UNTOUCHED and not stacked_draft
 
 
 def _takes_mxfp8(module: Module) -> bool:
@@ -209,16 +200,19 @@ def _rate_times_two(bits: Fraction) -> int:
     return int(doubled)
 
 
-# --- what the config says ----------------------------------------------------------------------------------------------
+# --- what the config says ---------------------------------------------------------------------------------------------
 
 
-def _dense_statement(storage: Storage, bits: Fraction) -> dict[str, Any] | None:
-    if storage == "mxfp8":
-        return _mxfp8_statement(())
-    return _exl3_statement(bits) if storage == "exl3" else None
+def _first_statement(storage: Storage, experts: Experts, bits: Fraction) -> dict[str, Any] | None:
+    """Return what the config says while the model is drawn: the method, which decides how tensors are named."""
+    if "exl3" in (storage, experts):
+        return _exl3_statement(bits)
+    return _mxfp8_statement(()) if storage == "mxfp8" else None
 
 
-def _statement(storage: Storage, experts: Experts, bits: Fraction, entries: tuple[Assigned, ...]) -> dict[str, Any] | None:
+def _statement(
+    storage: Storage, experts: Experts, bits: Fraction, entries: tuple[Assigned, ...]
+) -> dict[str, Any] | None:
     """Return the ``quantization_config`` of the finished checkpoint."""
     plain_linear = [e.module for e in entries if e.module.rule.is_linear and e.fmt.is_plain]
     dense = [module for module in plain_linear if module.rule.role != "expert"]
@@ -229,7 +223,7 @@ def _statement(storage: Storage, experts: Experts, bits: Fraction, entries: tupl
             names = {module.rule.pattern.rpartition(".")[2] for module in dense}
             statement |= {"dense_format": "mxfp8", "ignored_layers": sorted(names)}
         return statement
-    if experts == "exl3" or storage == "exl3":
+    if "exl3" in (storage, experts):
         return _exl3_statement(bits)
     return _mxfp8_statement(plain_linear) if storage == "mxfp8" else None
 
