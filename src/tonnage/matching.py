@@ -7,21 +7,21 @@ config promised another format, a note says so.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from itertools import islice, product
 from typing import TYPE_CHECKING
 
 from tonnage.assignment import Assigned, Assignment
-from tonnage.checkpoint.recognise import AUXILIARY, PLAIN_DTYPES, SUFFIXES, candidates
+from tonnage.checkpoint.recognise import AUXILIARY, SUFFIXES
 from tonnage.checkpoint.tally import Kind, Kinds, Masker, matching_names, tally
 from tonnage.errors import CheckpointError, Problem, TonnageError
-from tonnage.formats.dtypes import TORCH_NAMES
-from tonnage.recipes.blueprint import Blueprint, Module, Stored, masked, spells_number, stored_tensors
+from tonnage.recipes.blueprint import Blueprint, Module, masked, spells_number, stored_tensors
+from tonnage.recognition import Recognised, explain, recognise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from tonnage.checkpoint.skeletons import ShardHeader
-    from tonnage.formats.storage import StorageFormat
 
 MOST_NAMED = 20
 """Tensors of one kind of problem that are written out."""
@@ -56,6 +56,26 @@ class _Instance:
     copies: int
 
 
+@dataclass(slots=True)
+class _Named:
+    """Problems of one kind: the first are kept, the rest are counted."""
+
+    kind: str
+    problems: list[Problem] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, count: int, problems: Iterable[Problem]) -> None:
+        """Add so many problems; no more of them are made than will be shown."""
+        self.problems.extend(islice(problems, max(MOST_NAMED - len(self.problems), 0)))
+        self.count += count
+
+    def shown(self) -> Iterator[Problem]:
+        """Yield the first ones, and how many more there are."""
+        yield from self.problems
+        if self.count > len(self.problems):
+            yield Problem(where="checkpoint", what=f"and {self.count - len(self.problems)} more {self.kind} tensors")
+
+
 class _Matcher:
     """One run of matching; owns the tally and the problems."""
 
@@ -63,10 +83,10 @@ class _Matcher:
         self._blueprint, self._shards, self._elsewhere = blueprint, shards, elsewhere
         self._masker = Masker(_spelled_names(blueprint))
         self._tally = tally(shards, self._masker)
-        self._missing: list[tuple[str, str]] = []
-        self._problems: list[Problem] = []
+        self._missing, self._odd, self._beyond = _Named("missing"), _Named("misshapen"), _Named("unexpected")
+        self._incomplete: list[tuple[Module, int | None, tuple[str, ...]]] = []
         self._notes: list[str] = []
-        self._formats: dict[tuple[int, Kept], tuple[StorageFormat, tuple[Stored, ...]] | None] = {}
+        self._formats: dict[tuple[int, Kept], Recognised | None] = {}
 
     def run(self) -> Assignment:
         """Match everything."""
@@ -75,10 +95,11 @@ class _Matcher:
         entries: list[Assigned] = []
         for module in self._blueprint.modules:
             entries.extend(self._entries(module, by_module.get(masked(module.rule.pattern), {}), mixed))
-        self._problems.extend(self._unexpected(by_module))
-        self._report_missing()
-        if self._problems:
-            raise CheckpointError(*self._problems)
+        self._look_again()
+        unexpected = tuple(self._unexpected(by_module))
+        problems = (*self._missing.shown(), *self._odd.shown(), *self._beyond.shown(), *unexpected)
+        if problems:
+            raise CheckpointError(*problems)
         notes = (*self._blueprint.notes, *dict.fromkeys(self._notes))
         return Assignment(blueprint=self._blueprint, entries=tuple(entries), notes=notes)
 
@@ -141,18 +162,21 @@ class _Matcher:
             suffixes = layers.get(first, {})
             if not suffixes:
                 if not (module.optional or self._is_elsewhere(module, first)):
-                    self._note_missing(module, first, module.fmt, None)
+                    self._whole_layer_is_missing(module, first)
                 continue
             for instance in self._instances(module, first, suffixes, mixed.get((base, first))):
                 groups.setdefault((instance.kept, instance.members, instance.copies), []).append(-1 if first is None else first)
         for (kept, members, copies), numbers in groups.items():
             known = self._format(module, kept)
             if known is None:
-                self._misshapen(module, kept, numbers[0], members)
+                self._not_a_format(module, kept, numbers, members)
                 continue
             fmt, stored = known
             if module.rule.is_linear and fmt.name != module.fmt.name and not self._blueprint.scheme.rates_unknown:
                 self._notes.append(f"{module.rule.pattern}: config states {module.fmt.name}, stored as {fmt.name}")
+            marker = f".{self._blueprint.scheme.codebook}"
+            if fmt.name.startswith("exl3_") and marker in (".mcg", ".mul1") and marker not in dict(kept):
+                self._notes.append(f"{module.rule.pattern}: config states codebook {marker[1:]}, stored without its marker")
             yield Assigned(
                 module=module,
                 fmt=fmt,
@@ -170,120 +194,97 @@ class _Matcher:
         mixed: dict[tuple[int, ...], dict[str, Kind]] | None,
     ) -> Iterator[_Instance]:
         """Yield the instances of one layer, grouped by what is stored for them."""
-        limits = tuple(len(extent) for extent in module.rest)
         if mixed is None:
             kept = tuple(sorted((suffix, next(iter(kinds))) for suffix, kinds in suffixes.items()))
-            count = next(iter(next(iter(suffixes.values())).values()))
-            if count.instances != module.copies or any(n >= limit for n, limit in zip(count.largest, limits, strict=True)):
-                self._count_is_off(module, first, suffixes)
+            counts = [count for kinds in suffixes.values() for count in kinds.values()]
+            if any(count.instances != module.copies or not _within(count.largest, module) for count in counts):
+                self._incomplete.append((module, first, tuple(suffixes)))
             yield _Instance(kept, (), module.copies)
             return
         groups: dict[Kept, list[int]] = defaultdict(list)
         for numbers, parts in mixed.items():
-            if any(n >= limit for n, limit in zip(numbers, limits, strict=True)):
-                self._strangers.append((masked(module.rule.pattern) + next(iter(parts)), first))
-                continue
-            kept = tuple(sorted(parts.items()))
-            if self._format(module, kept) is None and self._is_partial(module, kept):
-                self._note_missing(module, first, module.fmt, numbers, frozenset(parts))
-                continue
-            groups[kept].append(numbers[0] if numbers else 0)
-        absent = module.copies - len(mixed)
-        if absent > 0 and len(limits) == 1:
-            for number in sorted(set(range(limits[0])) - {n[0] for n in mixed}):
-                self._note_missing(module, first, module.fmt, (number,))
+            if _within(numbers, module):
+                groups[tuple(sorted(parts.items()))].append(numbers[0] if numbers else 0)
+            else:
+                self._are_beyond(module, first, ((numbers, suffix) for suffix in parts), len(parts))
+        there = {number for members in groups.values() for number in members}
+        if module.rest and len(there) < module.copies:
+            absent = (number for number in module.rest[0] if number not in there)
+            self._instances_are_missing(module, first, module.copies - len(there), absent)
         for kept, members in groups.items():
             whole = len(members) == module.copies
             yield _Instance(kept, () if whole else tuple(sorted(members)), len(members))
 
-    def _format(self, module: Module, kept: Kept) -> tuple[StorageFormat, tuple[Stored, ...]] | None:
+    def _format(self, module: Module, kept: Kept) -> Recognised | None:
         key = (id(module), kept)
         if key not in self._formats:
-            self._formats[key] = _recognise(module, dict(kept), self._blueprint.config.dtype)
+            self._formats[key] = recognise(module, dict(kept), self._blueprint.config.dtype)
         return self._formats[key]
-
-    def _is_partial(self, module: Module, kept: Kept) -> bool:
-        """Whether the tensors are part of what the config's format stores, so that others are missing."""
-        expected = {tensor.suffix for tensor in stored_tensors(module, module.fmt, self._blueprint.config.dtype)}
-        return {suffix for suffix, _ in kept} < expected
 
     def _is_elsewhere(self, module: Module, first: int | None) -> bool:
         return module.rule.role == "expert" and first in self._elsewhere
 
     # --- problems ------------------------------------------------------------------------------------------------------
 
-    def _note_missing(
-        self,
-        module: Module,
-        first: int | None,
-        fmt: StorageFormat,
-        numbers: tuple[int, ...] | None,
-        present: frozenset[str] = frozenset(),
-    ) -> None:
-        """Remember the tensors of an instance, or of a whole layer, that are not there."""
-        try:
-            expected = stored_tensors(module, fmt, self._blueprint.config.dtype)
-        except TonnageError as error:
-            self._problems.extend(error.problems)
+    def _suffixes(self, module: Module) -> tuple[str, ...]:
+        """Return what the config's format puts behind the name; of EXL3, where a config tells no rate, the codes."""
+        if module.rule.is_linear and module.rule.quantizes and self._blueprint.scheme.rates_unknown:
+            return (".trellis",)
+        return tuple(t.suffix for t in stored_tensors(module, module.fmt, self._blueprint.config.dtype))
+
+    def _whole_layer_is_missing(self, module: Module, first: int | None) -> None:
+        """Name the tensors of a layer's first instance, and say how many there are."""
+        if not module.copies:
             return
-        instances = [numbers] if numbers is not None else [tuple(r[0] for r in module.rest)] if module.copies else []
-        for rest in instances:
-            indices = rest if first is None else (first, *rest)
-            for tensor in expected:
-                if tensor.suffix not in present:
-                    found = f"{module.copies} such tensors on this layer" if numbers is None and module.copies > 1 else ""
-                    self._missing.append((module.name(*indices) + tensor.suffix, found))
+        what = "missing tensor" + (f" (and {module.copies} such tensors on this layer)" if module.copies > 1 else "")
+        names = [_name(module, first, tuple(r[0] for r in module.rest)) + suffix for suffix in self._suffixes(module)]
+        self._missing.add(len(names), (_problem(name, what) for name in names))
 
-    def _count_is_off(self, module: Module, first: int | None, suffixes: Mapping[str, Kinds]) -> None:
-        """Name the instances that are missing or beyond the range, by looking at every name once more."""
-        base = masked(module.rule.pattern)
-        seen: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-        for name, _, numbers in matching_names(self._shards, {(base + suffix, first) for suffix in suffixes}, self._masker):
-            seen[name[len(base) :]].add(numbers[1:])
-        expected = {indices[1:] if module.first else indices for indices in replace(module, first=module.first[:1]).instances()}
-        for suffix, present in seen.items():
-            for rest in sorted(expected - present):
-                self._missing.append((module.name(*(() if first is None else (first,)), *rest) + suffix, ""))
-            for rest in sorted(present - expected)[:MOST_NAMED]:
-                name = module.name(*(() if first is None else (first,)), *rest) + suffix
-                self._problems.append(
-                    Problem(where="checkpoint", tensor=name, what="unexpected tensor: number beyond the config's range")
-                )
+    def _instances_are_missing(self, module: Module, first: int | None, count: int, absent: Iterable[int]) -> None:
+        suffixes = self._suffixes(module)
+        names = (_name(module, first, (number,)) + suffix for number in absent for suffix in suffixes)
+        self._missing.add(count * len(suffixes), (_problem(name, "missing tensor") for name in names))
 
-    def _report_missing(self) -> None:
-        for name, remark in self._missing[:MOST_NAMED]:
-            self._problems.append(
-                Problem(where="checkpoint", tensor=name, what="missing tensor" + (f" (and {remark})" if remark else ""))
-            )
-        if len(self._missing) > MOST_NAMED:
-            self._problems.append(
-                Problem(where="checkpoint", what=f"and {len(self._missing) - MOST_NAMED} more missing tensors")
-            )
+    def _are_beyond(
+        self, module: Module, first: int | None, found: Iterable[tuple[tuple[int, ...], str]], count: int
+    ) -> None:
+        names = (_name(module, first, numbers) + suffix for numbers, suffix in found)
+        what = "unexpected tensor: number beyond the config's range"
+        self._beyond.add(count, (_problem(name, what) for name in names))
 
-    def _misshapen(self, module: Module, kept: Kept, first: int, members: tuple[int, ...]) -> None:
-        indices = ((first,) if module.first else ()) + (
-            (members[:1] or (0,)) if len(module.rest) == 1 else tuple(r[0] for r in module.rest)
-        )
-        name = module.name(*indices)
-        try:
-            expected = stored_tensors(module, module.fmt, self._blueprint.config.dtype)
-        except TonnageError as error:
-            self._problems.extend(error.problems)
-            expected = ()
-        known = {tensor.suffix: tensor for tensor in expected}
-        found = dict(kept)
-        wrong = [s for s in found if s in known and found[s].shape != known[s].shape]
-        strange = [s for s in found if s not in known]
-        for suffix in wrong or strange or list(found):
-            tensor = known.get(suffix)
-            self._problems.append(
-                Problem(
-                    where="checkpoint",
-                    tensor=name + suffix,
-                    what="misshapen tensor" if tensor else "unexpected tensor, no storage format has these together",
-                    expected=f"{tensor.dtype} {list(tensor.shape)}" if tensor else "/".join(sorted(known)) or None,
-                    found=f"{found[suffix].dtype} {list(found[suffix].shape)}",
-                )
+    def _look_again(self) -> None:
+        """Name the instances missing from layers, or beyond their range, in one pass over all names."""
+        keys = {
+            (masked(module.rule.pattern) + suffix, first)
+            for module, first, suffixes in self._incomplete
+            for suffix in suffixes
+        }
+        seen: dict[tuple[str, int | None], set[tuple[int, ...]]] = {key: set() for key in keys}
+        if keys:
+            for name, _, numbers in matching_names(self._shards, keys, self._masker):
+                seen[name, numbers[0] if numbers else None].add(numbers[1:])
+        for module, first, suffixes in self._incomplete:
+            for suffix in suffixes:
+                self._compare(module, first, suffix, seen[masked(module.rule.pattern) + suffix, first])
+
+    def _compare(self, module: Module, first: int | None, suffix: str, present: set[tuple[int, ...]]) -> None:
+        beyond = [(rest, suffix) for rest in sorted(present) if not _within(rest, module)]
+        self._are_beyond(module, first, beyond, len(beyond))
+        missing = module.copies - (len(present) - len(beyond))
+        absent = (rest for rest in product(*module.rest) if rest not in present)
+        names = (_name(module, first, rest) + suffix for rest in absent)
+        self._missing.add(missing, (_problem(name, "missing tensor") for name in names))
+
+    def _not_a_format(self, module: Module, kept: Kept, firsts: Sequence[int], members: tuple[int, ...]) -> None:
+        """Say what keeps the tensors from being a storage format, on every layer and for every expert they stand for."""
+        layers: Sequence[int | None] = firsts if module.first else (None,)
+        rests = [(member,) for member in members] if members else product(*module.rest)
+        for odd in explain(module, dict(kept), self._blueprint.config.dtype):
+            names = (_name(module, *instance) + odd.suffix for instance in product(layers, rests))
+            kind = self._missing if odd.found is None else self._odd
+            kind.add(
+                len(layers) * (len(members) or module.copies),
+                (_problem(name, odd.what, odd.expected, odd.found) for name in names),
             )
 
     def _unexpected(self, by_module: Mapping[str, Mapping[int | None, Mapping[str, Kinds]]]) -> Iterator[Problem]:
@@ -309,61 +310,18 @@ class _Matcher:
             yield Problem(where="checkpoint", what=f"and {len(strangers) - MOST_NAMED} more kinds of unexpected tensors")
 
 
-def _recognise(
-    module: Module, found: dict[str, Kind], model_dtype: str
-) -> tuple[StorageFormat, tuple[Stored, ...]] | None:
-    """Return the format whose tensors are exactly those found, dtypes of plain tensors as found."""
-    if not module.rule.is_linear:
-        return _recognise_single(module, found, model_dtype)
-    extra = tuple(
-        Stored(suffix=suffix, dtype=found[suffix].dtype, shape=found[suffix].shape, dims=())
-        for suffix in AUXILIARY
-        if suffix in found and found[suffix].shape in ((), (1,))
-    )
-    bias_suffix = "_bias" if module.rule.bare else ".bias"
-    weights = {s: k for s, k in found.items() if s != bias_suffix and s not in AUXILIARY}
-    logical = {
-        s: Kind(k.dtype, k.shape[1:]) if module.stack and k.shape[:1] == (module.stack,) else k for s, k in weights.items()
-    }
-    for fmt in candidates(logical, module.out_size, module.in_size):
-        try:
-            stored = stored_tensors(module, fmt, model_dtype)
-        except TonnageError:
-            continue
-        stored = tuple(_as_found(tensor, found, fmt) for tensor in stored)
-        if {t.suffix: Kind(t.dtype, t.shape) for t in stored} == {**weights, **_only(found, bias_suffix)}:
-            return fmt, (*stored, *extra)
-    return None
+def _within(numbers: tuple[int, ...], module: Module) -> bool:
+    """Whether the numbers behind the layer are within the config's range."""
+    return all(number in extent for number, extent in zip(numbers, module.rest, strict=True))
 
 
-def _only(found: Mapping[str, Kind], suffix: str) -> dict[str, Kind]:
-    return {suffix: found[suffix]} if suffix in found else {}
+def _name(module: Module, first: int | None, rest: tuple[int, ...]) -> str:
+    return module.name(*(() if first is None else (first,)), *rest)
 
 
-def _as_found(tensor: Stored, found: Mapping[str, Kind], fmt: StorageFormat) -> Stored:
-    """Take over what formats leave open: the float dtype of plain weights, biases and scales, and ``[1]`` for a scalar."""
-    kind = found.get(tensor.suffix)
-    if kind is None:
-        return tensor
-    if tensor.shape == () and kind.shape == (1,):
-        tensor = replace(tensor, shape=(1,))
-    floats = frozenset(PLAIN_DTYPES)
-    if tensor.dtype in floats and kind.dtype in floats and (fmt.is_plain or tensor.suffix not in (".suh", ".svh")):
-        return replace(tensor, dtype=kind.dtype)
-    return tensor
-
-
-def _recognise_single(
-    module: Module, found: dict[str, Kind], model_dtype: str
-) -> tuple[StorageFormat, tuple[Stored, ...]] | None:
-    (tensor,) = stored_tensors(module, module.fmt, model_dtype)
-    kind = found[""]
-    floats = frozenset(TORCH_NAMES.values()) & frozenset(PLAIN_DTYPES)
-    same_kind = kind.dtype == tensor.dtype or (kind.dtype in floats and tensor.dtype in floats)
-    if kind.shape != tensor.shape or not same_kind:
-        return None
-    return module.fmt, (replace(tensor, dtype=kind.dtype),)
-
+def _problem(name: str, what: str, expected: str | None = None, found: Kind | None = None) -> Problem:
+    shown = None if found is None else f"{found.dtype} {list(found.shape)}"
+    return Problem(where="checkpoint", tensor=name, what=what, expected=expected, found=shown)
 
 
 def _spelled_names(blueprint: Blueprint) -> Iterator[str]:

@@ -49,6 +49,7 @@ class QuantScheme:
         kv_scales: The config declares a quantised KV cache, so attention layers carry scale scalars.
         notes: What was ignored, and why.
         rates_unknown: Formats differ by tensor in a way only headers or ``quantization_config.json`` tell (EXL3).
+        codebook: Codebook an EXL3 config names; empty if it names none.
     """
 
     method: str = "none"
@@ -56,6 +57,7 @@ class QuantScheme:
     kv_scales: bool = False
     notes: tuple[str, ...] = ()
     rates_unknown: bool = False
+    codebook: str = ""
 
     def format_of(self, name: str, kind: Kind) -> StorageFormat:
         """Return the format the config states for a module, ``plain`` where it states none."""
@@ -252,7 +254,7 @@ def _auto(stated: Mapping[str, Any], method: str, fmt: StorageFormat) -> QuantSc
 
 def _exl3(stated: Mapping[str, Any]) -> QuantScheme:
     """EXL3 keeps one rate per tensor; a config only says the average, so the formats come from headers."""
-    return QuantScheme(method="exl3", rates_unknown=True)
+    return QuantScheme(method="exl3", rates_unknown=True, codebook=_text(stated, "codebook").lower())
 
 
 def _deepseek_v4(stated: Mapping[str, Any], expert_dtype: str) -> QuantScheme:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from tonnage.checkpoint.tally import Kind
 
+E8M0_DTYPES = ("U8", "F8_E8M0")
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 SUFFIXES = (
     "", ".weight", ".bias", "_bias", "_blocks", "_scales", ".weight_scale", ".weight_scale_inv", ".scale", ".input_scale",
@@ -25,6 +27,7 @@ SUFFIXES = (
 )  # fmt: skip
 """Everything a storage format here puts behind a module's name."""
 
+EXL3_SUFFIXES = frozenset({".trellis", ".suh", ".svh", ".su", ".sv", ".mcg", ".mul1"})
 AUXILIARY = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".output_scale", ".k_bias", ".v_bias")
 """Scalars for quantised KV caches that may stand beside a projection; kept as they are."""
 
@@ -60,10 +63,13 @@ def candidates(stored: Mapping[str, Kind], out: int, in_: int) -> Iterator[Stora
 def _scaled(stored: Mapping[str, Kind], scale: str, out: int, in_: int) -> Iterator[StorageFormat]:
     kind = stored[scale]
     static = ".input_scale" in stored
-    yield q.mxfp8(scale_suffix=scale)
+    if kind.dtype in E8M0_DTYPES:
+        yield q.mxfp8(scale_suffix=scale, scale_dtype=kind.dtype)
     yield q.nvfp4("modelopt", input_scale=static)
-    if (codes := stored[".weight"].dtype) in ("U8", "I8"):
+    if kind.dtype in E8M0_DTYPES and (codes := stored[".weight"].dtype) in ("U8", "I8"):
         yield q.mxfp4(codes_suffix=".weight", scale_suffix=scale, codes_dtype=codes, scale_dtype=kind.dtype)
+    if kind.dtype not in SCALE_DTYPES:
+        return
     yield q.fp8_tensor(input_scale=static)
     yield q.fp8_channel(scale_dtype=kind.dtype)
     if len(kind.shape) == 2 and kind.shape[0] and kind.shape[1]:

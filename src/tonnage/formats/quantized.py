@@ -25,13 +25,13 @@ EXL3_RATES_TIMES_TWO = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 """Legal bits per weight, doubled: 1..8 and the half rates 1.5, 2.5, 3.5 (half rates with codebook mul1 only)."""
 
 
-def mxfp8(*, scale_suffix: str = ".weight_scale") -> StorageFormat:
-    """MXFP8: E4M3 codes, one E8M0 byte per 32 inputs, stored as U8."""
+def mxfp8(*, scale_suffix: str = ".weight_scale", scale_dtype: str = "U8") -> StorageFormat:
+    """MXFP8: E4M3 codes, one E8M0 byte per 32 inputs, stored as U8 or as F8_E8M0."""
     return StorageFormat(
         name="mxfp8_e4m3",
         parts=(
             Part(".weight", "F8_E4M3", (_OUT, _IN)),
-            Part(scale_suffix, "U8", (_OUT, Dim("in", MX_BLOCK))),
+            Part(scale_suffix, scale_dtype, (_OUT, Dim("in", MX_BLOCK))),
         ),
         in_grain=MX_BLOCK,
     )

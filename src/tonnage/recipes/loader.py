@@ -66,8 +66,8 @@ def family_of(model_type: str, architectures: tuple[str, ...] = ()) -> str:
     raise UnknownFamilyError(
         Problem(
             where="config.json",
-            what="no recipe for this model family; add src/tonnage/recipes/FAMILY.toml and a line in families.toml",
-            expected="model_type out of " + ", ".join(sorted(t for f in families().values() for t in f["model_types"])),
+            what="no recipe for this model family; to add one: src/tonnage/recipes/FAMILY.toml and a line in families.toml",
+            expected="a model_type out of `tonnage models`",
             found=f"model_type {model_type!r}, architectures {list(architectures)}",
         )
     )
