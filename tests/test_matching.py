@@ -6,13 +6,14 @@ import json
 import random
 from collections.abc import Iterable, Mapping
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tonnage.assignment import Assignment
+from tonnage.assignment import Assignment, assign_blueprint
 from tonnage.checkpoint.config import parse_config
 from tonnage.checkpoint.skeletons import HeaderReader, ShardHeader
 from tonnage.errors import CheckpointError
@@ -443,3 +444,55 @@ def test_one_harmed_tensor_is_refused_by_its_name(case: str, pick: int, harm: st
     with pytest.raises(CheckpointError) as caught:
         match(config, shards)
     assert name in str(caught.value)
+
+
+# --- names that spell out a number -------------------------------------------------------------------------------------
+
+
+def small_k31() -> dict[str, Any]:
+    """Kimi-K3.1 with 4 layers, 4 experts and 2 vision blocks; widths as published."""
+    config: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "kimi_k31_pro_config.json").read_text())
+    text = config["text_config"]
+    text |= {"num_hidden_layers": 4, "num_experts": 4}
+    text["linear_attn_config"] |= {"full_attn_layers": [4], "kda_layers": [1, 2, 3]}
+    text["dsa_config"]["dsa_layers"] = [4]
+    config["vision_config"]["vt_num_hidden_layers"] = 2
+    return config
+
+
+def promised(config: Mapping[str, Any]) -> Tensors:
+    """Every tensor the recipe promises: the input of these tests, not their expectation."""
+    return {
+        entry.module.name(*indices) + stored.suffix: (stored.dtype, list(stored.shape))
+        for entry in assign_blueprint(blueprint_of(parse_config(config, name="test"))).entries
+        for indices in entry.module.instances()
+        for stored in entry.stored
+    }
+
+
+def test_projector_layers_are_told_apart_by_the_number_in_their_names() -> None:
+    config = small_k31()
+    tensors = promised(config)
+    # mm_projector: 2 x 2 patches of width 1024 merged to 4096, then 4096 -> 4096 -> hidden 7168.
+    assert tensors["mm_projector.proj.0.weight"] == ("BF16", [4096, 4096])
+    assert tensors["mm_projector.proj.2.weight"] == ("BF16", [7168, 4096])
+    assert match(config, tensors).tensors == len(tensors)
+    assert match(config, by_layer(tensors)).payload_bytes == nbytes(tensors)
+
+
+@pytest.mark.parametrize("gone", ["mm_projector.proj.0.weight", "mm_projector.proj.2.weight"])
+def test_missing_projector_layer_is_named_with_its_number(gone: str) -> None:
+    tensors = promised(small_k31())
+    del tensors[gone]
+    assert refusal(small_k31(), tensors) == [f"checkpoint: {gone}: missing tensor"]
+
+
+def test_swapped_projector_layers_are_misshapen_and_a_third_is_unexpected() -> None:
+    tensors = promised(small_k31())
+    first, second = "mm_projector.proj.0.weight", "mm_projector.proj.2.weight"
+    tensors[first], tensors[second] = tensors[second], tensors[first]
+    tensors["mm_projector.proj.1.weight"] = ("BF16", [4])
+    lines = refusal(small_k31(), tensors)
+    assert f"checkpoint: {first}: misshapen tensor; expected BF16 [4096, 4096]; found BF16 [7168, 4096]" in lines
+    assert f"checkpoint: {second}: misshapen tensor; expected BF16 [7168, 4096]; found BF16 [4096, 4096]" in lines
+    assert any("mm_projector.proj.1.weight: unexpected tensor" in line for line in lines)

@@ -15,7 +15,7 @@ from tonnage.checkpoint.config import ModelConfig, parse_config
 from tonnage.errors import TonnageError, UnknownFormatError
 from tonnage.formats.dtypes import payload_bytes
 from tonnage.synth.fills import Fill
-from tonnage.synth.layout import LaidTensor, Layout, _placed, header_bytes, index_bytes, plan_layout
+from tonnage.synth.layout import LaidTensor, Layout, header_bytes, index_bytes, lay_out, plan_layout
 from tonnage.synth.shrink import scale_down
 from tonnage.synth.storage import Experts, Storage, store_as
 
@@ -101,7 +101,7 @@ def test_index_is_sorted_and_counts_the_shards_alone() -> None:
 def test_tensors_stand_in_the_order_of_the_library() -> None:
     given = [("x", dtype, (8,), payload_bytes(dtype, (8,)), Fill("bytes")) for dtype in sorted(LIBRARY_ORDER)]
 
-    assert [tensor.dtype for tensor in _placed(given)] == LIBRARY_ORDER
+    assert [tensor.dtype for tensor in lay_out(given)] == LIBRARY_ORDER
 
 
 def test_header_is_byte_for_byte_that_of_the_library() -> None:
@@ -117,7 +117,7 @@ def test_header_is_byte_for_byte_that_of_the_library() -> None:
     given = [(n, names[str(a.dtype)], a.shape, a.nbytes, Fill("bytes")) for n, a in arrays.items()]
 
     written = safetensors.numpy.save(arrays, metadata={"format": "pt"})
-    header = header_bytes(_placed(given), {"format": "pt"})
+    header = header_bytes(lay_out(given), {"format": "pt"})
 
     assert written[: len(header)] == header
     assert len(written) == len(header) + sum(a.nbytes for a in arrays.values())

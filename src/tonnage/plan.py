@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tonnage.memory.supply import Basis, Supply
 from tonnage.recipes.schema import ROLES
-from tonnage.units import gib
+from tonnage.units import gib, unit_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,10 +145,11 @@ class Plan:
             return ()
         ledger = self.ranks[self.binding_rank]
         largest = sorted(ledger.lines, key=lambda line: -line.bound_nbytes)[:3]
+        unit, text = unit_for(ledger.fixed_bytes)
         return (
-            f"rank {ledger.rank} needs {gib(ledger.fixed_bytes)} GiB fixed > supply {gib(self.supply.nbytes)} GiB, "
-            f"short by {gib(-spare)} GiB ({-spare:,} bytes)",
-            "largest lines: " + ", ".join(f"{line.component} {gib(line.bound_nbytes)} GiB" for line in largest),
+            f"rank {ledger.rank} needs {text(ledger.fixed_bytes)} {unit} fixed > supply {text(self.supply.nbytes)} {unit}, "
+            f"short by {text(-spare)} {unit} ({-spare:,} bytes)",
+            "largest lines: " + ", ".join(f"{line.component} {text(line.bound_nbytes)} {unit}" for line in largest),
         )
 
 

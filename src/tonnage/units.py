@@ -7,6 +7,7 @@ this one place, because supply must never be rounded up.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 from tonnage.errors import Problem, UnitError
@@ -67,6 +68,11 @@ def gib(nbytes: int, *, digits: int = 3) -> str:
 def mib(nbytes: int, *, digits: int = 3) -> str:
     """Return bytes as MiB text, rounded half up, exactly."""
     return _scaled(nbytes, MIB, digits)
+
+
+def unit_for(nbytes: int) -> tuple[str, Callable[[int], str]]:
+    """Return the unit a report about so many bytes is written in, GiB or MiB, and what writes it."""
+    return ("GiB", gib) if nbytes >= GIB else ("MiB", mib)
 
 
 def _scaled(nbytes: int, unit: int, digits: int) -> str:

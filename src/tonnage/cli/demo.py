@@ -10,6 +10,8 @@ import typer
 
 from tonnage.cli.options import emit
 
+DOES_NOT_FIT = 3
+
 
 def demo() -> None:
     """Run the loop on a small Kimi-K3.1-like EXL3 checkpoint, offline: synthesise, inspect, plan refused, plan fitting.
@@ -19,29 +21,33 @@ def demo() -> None:
     from importlib import resources
 
     with TemporaryDirectory(prefix="tonnage-demo-") as scratch:
-        here = Path(scratch)
-        config, checkpoint = here / "kimi-k3.1.json", str(here / "kimi-k3.1-small")
+        config, checkpoint = Path(scratch) / "kimi-k3.1.json", Path(scratch) / "kimi-k3.1-small"
         config.write_bytes((resources.files("tonnage.synth") / "kimi_k31.json").read_bytes())
-        plan = ["plan", checkpoint, "--tp", "8", "--supply", "56MiB"]
-        steps = (
-            ("A rehearsal of the 2-bit checkpoint, small, random weights", 0,
-             ["synth", str(config), "-o", checkpoint, "--experts", "exl3-v1", "--scale-down"]),
-            ("What it holds", 0, ["inspect", checkpoint]),
-            ("BF16 projections as they are: too much for GPUs of 56 MiB", 3, plan),
-            ("The same, projections converted to MXFP8: it fits", 0, [*plan, "--convert", "mxfp8"]),
-        )  # fmt: skip
-        for number, (title, expected, words) in enumerate(steps, start=1):
-            shown = shlex.join(words).replace(f"{scratch}/", "")
-            emit(f"\n{number}. {title}\n$ tonnage {shown}")
-            status = _run(words)
-            emit(f"(exit code {status})")
-            if status != expected:
-                emit(f"demo: expected exit code {expected}")
-                raise typer.Exit(1)
+        synth = ["synth", str(config), "-o", str(checkpoint), "--experts", "exl3-v1", "--scale-down"]
+        _step(1, "A rehearsal of the 2-bit checkpoint, small, random weights", synth, scratch)
+        _step(2, "What it holds", ["inspect", str(checkpoint)], scratch)
+        plan = ["plan", str(checkpoint), "--tp", "8", "--supply", f"{_tight_mib(checkpoint)}MiB"]
+        _step(3, "BF16 projections as they are, on GPUs too small for them", plan, scratch, expected=DOES_NOT_FIT)
+        _step(4, "The same GPUs, projections converted to MXFP8: it fits", [*plan, "--convert", "mxfp8"], scratch)
 
 
-def _run(words: list[str]) -> int:
-    """Run one command in this process and return its exit code."""
+def _tight_mib(checkpoint: Path) -> int:
+    """Return a supply between what the ranks hold converted and unconverted."""
+    from tonnage.api import PlanRequest, open_checkpoint, plan_checkpoint
+    from tonnage.units import MIB
+
+    opened = open_checkpoint(checkpoint)
+    plans = (plan_checkpoint(opened, PlanRequest(tp=8)), plan_checkpoint(opened, PlanRequest(tp=8, convert="mxfp8")))
+    return sum(plan.ranks[plan.binding_rank].fixed_bytes for plan in plans) // (2 * MIB)
+
+
+def _step(number: int, title: str, words: list[str], scratch: str, *, expected: int = 0) -> None:
+    """Print a command, run it in this process, and stop the demo if it does not end as it should."""
     from tonnage.cli import app
 
-    return app(words, standalone_mode=False) or 0
+    emit(f"\n{number}. {title}\n$ tonnage {shlex.join(words).replace(f'{scratch}/', '')}")
+    status = app(words, standalone_mode=False) or 0
+    emit(f"(exit code {status})")
+    if status != expected:
+        emit(f"demo: expected exit code {expected}")
+        raise typer.Exit(1)

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tonnage.units import GIB, MIB, gib, mib
+from tonnage.units import MIB, gib, unit_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,8 @@ def render(table: RenderableType, *, width: int | None = None) -> str:
     if not console.is_terminal and width is None:
         console = Console(width=110, color_system=None)
     with console.capture() as capture:
-        console.print(table)
+        for part in table.renderables if isinstance(table, Group) else (table,):
+            console.print(part, soft_wrap=isinstance(part, Text))
     return capture.get()
 
 
@@ -81,7 +82,7 @@ def gpus_table(rows: Sequence[tuple[Gpu, int, str]]) -> RenderableType:
 
 
 def _ledger(ledger: RankLedger) -> Table:
-    unit, short = ("GiB", gib) if ledger.fixed_bytes >= GIB else ("MiB", mib)
+    unit, short = unit_for(ledger.fixed_bytes)
     table = _table(f"rank {ledger.rank}", "bytes", unit, "basis", "source")
     for line in ledger.lines:
         table.add_row(line.component, f"{line.nbytes:,}", short(line.nbytes), line.basis, line.source)
@@ -95,15 +96,16 @@ def _ledger(ledger: RankLedger) -> Table:
 
 def _remarks(plan: Plan, kind: str) -> RenderableType:
     """Return the remarks of one kind that matter, and the sum of those that do not."""
-    table = _table(kind, "GiB", "why")
-    small = 0
+    unit, text = unit_for(plan.ranks[plan.binding_rank].fixed_bytes)
+    least, small = (MIB, 0) if unit == "GiB" else (MIB // 16, 0)
+    table = _table(kind, unit, "why")
     for remark in plan.remarks:
-        if remark.kind == kind and remark.nbytes >= MIB:
-            table.add_row(remark.role, gib(remark.nbytes), remark.why)
+        if remark.kind == kind and remark.nbytes >= least:
+            table.add_row(remark.role, text(remark.nbytes), remark.why)
         elif remark.kind == kind:
             small += remark.nbytes
     if small:
-        table.add_row("others", gib(small), f"{small:,} bytes in pieces under 1 MiB, listed by --json")
+        table.add_row("others", text(small), f"{small:,} bytes in small pieces, listed by --json")
     return table
 
 
@@ -114,8 +116,9 @@ def _spread(plan: Plan) -> str:
         by_size.setdefault(ledger.fixed_bytes, []).append(ledger.rank)
     if len(by_size) == 1:
         return f"all {len(plan.ranks)} ranks hold the same"
+    unit, text = unit_for(max(by_size))
     return " · ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)}: {size:,} bytes ({gib(size)} GiB)"
+        f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)}: {size:,} bytes ({text(size)} {unit})"
         for size, ranks in sorted(by_size.items(), reverse=True)
     )
 
@@ -135,10 +138,11 @@ def _verdict(plan: Plan, suggestions: Sequence[str]) -> Text:
     spare = plan.spare_bytes(plan.binding_rank)
     if plan.supply is None or spare is None:
         return Text("no --gpu or --supply given, so no verdict")
-    supply = f"supply {gib(plan.supply.nbytes)} GiB ({plan.supply.basis}: {plan.supply.source})"
+    unit, short = unit_for(plan.supply.nbytes)
+    supply = f"supply {short(plan.supply.nbytes)} {unit} ({plan.supply.basis}: {plan.supply.source})"
     if spare >= 0:
-        return Text(f"FITS: spare {gib(spare)} GiB on rank {plan.binding_rank}, {supply}", style="bold green")
-    text = Text("REFUSED: " + "; ".join(plan.reasons), style="bold red")
+        return Text(f"FITS: spare {short(spare)} {unit} on rank {plan.binding_rank}, {supply}", style="bold green")
+    text = Text("REFUSED: " + "\n".join(plan.reasons), style="bold red")
     text.append(f"\n{supply}", style="not bold")
     if suggestions:
         text.append("\nwould fit with: " + ", or ".join(suggestions), style="not bold")
@@ -146,9 +150,10 @@ def _verdict(plan: Plan, suggestions: Sequence[str]) -> Text:
 
 
 def _sums(title: str, rows: Sequence[tuple[str, Sum]]) -> Table:
-    table = _table(title, "tensors", "bytes", "GiB")
+    unit, text = unit_for(sum(total.nbytes for _, total in rows))
+    table = _table(title, "tensors", "bytes", unit)
     for name, total in rows:
-        table.add_row(name, f"{total.tensors:,}", f"{total.nbytes:,}", gib(total.nbytes))
+        table.add_row(name, f"{total.tensors:,}", f"{total.nbytes:,}", text(total.nbytes))
     return table
 
 

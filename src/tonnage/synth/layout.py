@@ -109,9 +109,9 @@ class LaidFile:
     def tensors(self) -> tuple[LaidTensor, ...]:
         """Return the tensors in file order. Made anew at every call: half a million of them are not kept."""
         if self.geometry is None:
-            return _placed(_shard_tensors(self.groups))
+            return lay_out(_shard_tensors(self.groups))
         used = uniform_row_bytes(self.geometry)
-        return _placed(
+        return lay_out(
             (t.name, t.dtype, t.shape, t.nbytes, layer_fill(t, row_bytes=used)) for t in layer_tensors(self.geometry)
         )
 
@@ -223,7 +223,7 @@ def _shard_tensors(groups: Iterable[Group]) -> Iterator[tuple[str, str, tuple[in
                 yield name + suffix, dtype, shape, nbytes, fill
 
 
-def _placed(tensors: Iterable[tuple[str, str, tuple[int, ...], int, Fill]]) -> tuple[LaidTensor, ...]:
+def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...], int, Fill]]) -> tuple[LaidTensor, ...]:
     """Return tensors in the library's order, one after the other."""
     by_name = sorted(tensors, key=itemgetter(0))
     laid, begin = [], 0
