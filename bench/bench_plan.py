@@ -5,9 +5,9 @@
 Every run is a fresh process; a round runs every way once, and only ratios within a round are compared, because the
 speed of shared machines moves by more than the differences of interest. ``kept`` keeps all decoded headers, as a loader
 that plans from them does; ``dropped`` decodes one shard file at a time. Both leave out the index and every check.
-``headers`` reads and checks headers and index; ``plan`` goes on to roles, formats, placement for vLLM at TP 8 and ledger;
-``command`` is the same as ``tonnage plan --json``, its output included. Without ``--checkpoint`` the rehearsal checkpoint
-is written to a temporary directory first. Exit status 1 if a target is missed.
+``headers`` reads and checks headers and index; ``plan`` goes on to roles, formats, placement for vLLM at TP 8 and
+ledger; ``command`` is the same as ``tonnage plan --json``, its output included. Without ``--checkpoint`` the rehearsal
+checkpoint is written to a temporary directory first. Exit status 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ def compare(directory: Path, rounds: int) -> bool:
 def main() -> int:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, help="Kimi-K3, may be sparse files; written to a temporary directory if not given")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="Kimi-K3, may be sparse files; written to a temporary directory if not given"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
 """Hold the planned ranks of Kimi-K3.1-Pro EXL3-2bit against the measured ones and write ``docs/k31-ranks.md``.
 
-The measurement (tests/data/seed_case.json) gives two totals per rank, largest and smallest, of 12 identical exports made by
-another preparer; it does not say which tensor class holds what. The report says what this plan holds class by class, how far
-the totals are apart, and which classes could carry the difference.
+The measurement (tests/data/seed_case.json) gives two totals, largest and smallest rank, of 12 identical exports made by
+another preparer; it does not say which tensor class holds what. The report says what this plan holds class by class,
+how far the totals are apart, and which classes could carry the difference.
 
 Run: python scripts/k31_ranks.py
 """
@@ -58,18 +58,22 @@ def report(stored: Plan, converted: Plan) -> str:
         f"| {line.component} | {before[line.component]:,} | {line.nbytes:,} | {least[line.component]:,} |"
         for line in largest.lines
     ]
+    spread = largest.fixed_bytes - smallest.fixed_bytes
+    measured_spread = measured["largest_rank_bytes"] - measured["smallest_rank_bytes"]
+    total = stored.ranks[largest.rank].fixed_bytes
+    apart = [
+        _difference(ledger, measured[f"{name}_rank_bytes"])
+        for ledger, name in ((largest, "largest"), (smallest, "smallest"))
+    ]
     lines += [
-        f"| **sum** | {stored.ranks[largest.rank].fixed_bytes:,} | {largest.fixed_bytes:,} | {smallest.fixed_bytes:,} |",
+        f"| **sum** | {total:,} | {largest.fixed_bytes:,} | {smallest.fixed_bytes:,} |",
         f"| measured | | {measured['largest_rank_bytes']:,} | {measured['smallest_rank_bytes']:,} |",
-        f"| **planned - measured** | | {_difference(largest, measured['largest_rank_bytes'])} "
-        f"| {_difference(smallest, measured['smallest_rank_bytes'])} |",
+        f"| **planned - measured** | | {apart[0]} | {apart[1]} |",
         "",
-        "The spread between largest and smallest rank is equal to the byte: "
-        f"{largest.fixed_bytes - smallest.fixed_bytes:,} planned, "
-        f"{measured['largest_rank_bytes'] - measured['smallest_rank_bytes']:,} measured. It is one vision head of `wqkv` in",
-        "MXFP8 over 27 blocks: 12 heads over 8 ranks are 2, 2, 2, 2, 1, 1, 1, 1.",
+        f"The spread between largest and smallest rank: {spread:,} bytes planned, {measured_spread:,} measured. It is",
+        "one vision head of `wqkv` in MXFP8 over 27 blocks: 12 heads over 8 ranks are 2, 2, 2, 2, 1, 1, 1, 1.",
         "",
-        "What the plan holds whole and another preparer may cut, or stores in another format, bounds where the rest can lie:",
+        "What the plan holds whole and another preparer may cut bounds where the rest can lie:",
         "",
         "| held whole by this plan | bytes per rank | cut over 8 ranks it would save |",
         "| --- | ---: | ---: |",

@@ -19,7 +19,9 @@ def _script(name):
 
 
 def test_readme_example_is_the_commands_output(tonnage):
-    block = re.search(r"```console\n\$ tonnage (?P<words>.*)\n(?P<output>(?:.*\n)*?)```", (ROOT / "README.md").read_text())
+    block = re.search(
+        r"```console\n\$ tonnage (?P<words>.*)\n(?P<output>(?:.*\n)*?)```", (ROOT / "README.md").read_text()
+    )
     done = tonnage(*block["words"].split())
     assert done.returncode == 0
     assert [line.rstrip() for line in done.stdout.splitlines()] == block["output"].splitlines()

@@ -451,7 +451,7 @@ def test_one_harmed_tensor_is_refused_by_its_name(case: str, pick: int, harm: st
 
 def small_k31() -> dict[str, Any]:
     """Kimi-K3.1 with 4 layers, 4 experts and 2 vision blocks; widths as published."""
-    config: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "kimi_k31_pro_config.json").read_text())
+    config: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "configs" / "Kimi-K3.1-Pro.json").read_text())
     text = config["text_config"]
     text |= {"num_hidden_layers": 4, "num_experts": 4}
     text["linear_attn_config"] |= {"full_attn_layers": [4], "kda_layers": [1, 2, 3]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,6 +28,4 @@ def __getattr__(name: str) -> object:
     """Import the public names when they are first used, so that ``import tonnage`` costs nothing."""
     if name not in __all__:
         raise AttributeError(f"module 'tonnage' has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(_HOME.get(name, "tonnage.api")), name)

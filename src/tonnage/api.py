@@ -184,13 +184,15 @@ def _fits(checkpoint: Checkpoint, request: PlanRequest) -> bool:
     return can and bool(plan_checkpoint(checkpoint, request).fits)
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------
+# --- reading -------------------------------------------------------------------------------------------------------
 
 
 def _local(source: str | Path) -> Path:
     if str(source).startswith(("hf:", "http://", "https://", "s3://")):
         raise CheckpointError(
-            Problem(where=str(source), what="remote sources cannot be read yet", expected="a directory or a config.json")
+            Problem(
+                where=str(source), what="remote sources cannot be read yet", expected="a directory or a config.json"
+            )
         )
     return Path(source)
 
@@ -258,7 +260,7 @@ def _optional_json(path: Path) -> dict[str, Any] | None:
     return parse_object(read_bytes(path), where=path.name, kind=ConfigError)
 
 
-# --- the rest of a rank ------------------------------------------------------------------------------------------------
+# --- the rest of a rank --------------------------------------------------------------------------------------------
 
 
 def _held(request: PlanRequest) -> tuple[Held, ...]:
@@ -269,14 +271,23 @@ def _held(request: PlanRequest) -> tuple[Held, ...]:
             request.draft, PlanRequest(tp=request.tp, pp=1, engine=request.engine, convert=request.convert)
         )
         largest = max(ledger.weights_bytes for ledger in draft.ranks)
-        held.append(Held(component="draft.weights", nbytes=largest, basis="exact", source=f"{request.draft.name}, largest rank"))
+        held.append(
+            Held(component="draft.weights", nbytes=largest, basis="exact", source=f"{request.draft.name}, largest rank")
+        )
     if request.draft_bytes and request.estimator == "exact":
         share = -(-request.draft_bytes // request.tp)
         held.append(
-            Held(component="draft.weights", nbytes=share, basis="assumed", source="--draft-bytes, taken to be cut evenly")
+            Held(
+                component="draft.weights", nbytes=share, basis="assumed", source="--draft-bytes, taken to be cut evenly"
+            )
         )
     held.append(
-        Held(component="reserve", nbytes=request.reserve_bytes, basis="assumed", source="--reserve, everything not planned")
+        Held(
+            component="reserve",
+            nbytes=request.reserve_bytes,
+            basis="assumed",
+            source="--reserve, everything not planned",
+        )
     )
     return tuple(held)
 
@@ -291,7 +302,9 @@ def _credit_plan(checkpoint: Checkpoint, request: PlanRequest, held: tuple[Held,
             )
         )
     if request.pp > 1 or request.ep > 1:
-        raise CreditError(Problem(where="--estimator credit", what="covers tensor parallelism only", expected="--pp 1 --ep 1"))
+        raise CreditError(
+            Problem(where="--estimator credit", what="covers tensor parallelism only", expected="--pp 1 --ep 1")
+        )
     projections, latent = counted_bytes(checkpoint.assignment)
     if not projections:
         raise CreditError(

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tonnage.errors import CheckpointError, ConfigError, PlacementError, Problem, TonnageError
+from tonnage.errors import CheckpointError, ConfigError, Problem, raise_if_any
 from tonnage.formats.exl3_v1 import layer_metadata, layer_tensors, rank_layer_bytes
 from tonnage.formats.exl3_v1_partition import fork_extents, partition_extents
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from tonnage.checkpoint.skeletons import ShardHeader
     from tonnage.formats.exl3_v1_manifest import SlotManifest
@@ -58,7 +58,6 @@ def check_container(manifest: SlotManifest, shards: Sequence[ShardHeader]) -> Co
         CheckpointError: A file is absent, or a tensor or metadata entry is not what the manifest declares.
     """
     by_name = {shard.shard_file: shard for shard in shards}
-    geometry, dialect = manifest.geometry, manifest.dialect
     problems: list[Problem] = []
     strides: list[int] = []
     for layer in manifest.layers:
@@ -66,38 +65,12 @@ def check_container(manifest: SlotManifest, shards: Sequence[ShardHeader]) -> Co
         if shard is None:
             problems.append(Problem(where=layer.file, what="missing layer file of the manifest"))
             continue
-        found = {entry.name: (entry.dtype, entry.shape) for entry in shard.entries()}
-        shape = found.get(dialect.codes, ("", ()))[1]
-        stride = shape[1] if len(shape) == 2 else None
-        try:
-            tensors = layer_tensors(geometry, row_stride_bytes=stride, dialect=dialect)
-        except TonnageError as error:
-            problems.extend(
-                Problem(where=layer.file, tensor=dialect.codes, what=p.what, expected=p.expected, found=p.found)
-                for p in error.problems
-            )
-            continue
-        strides.append(next(t.shape[1] for t in tensors if t.name == dialect.codes))
-        expected = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
-        for name in sorted(expected.keys() | found.keys()):
-            if expected.get(name) != found.get(name):
-                problems.append(
-                    Problem(
-                        where=layer.file,
-                        tensor=name,
-                        what="not the tensor the manifest declares",
-                        expected=_shown(expected.get(name)),
-                        found=_shown(found.get(name)),
-                    )
-                )
-        metadata = shard.skeleton.metadata
-        for key, value in layer_metadata(geometry, layer.index, dialect=dialect).items():
-            if metadata.get(key) != value:
-                problems.append(
-                    Problem(where=layer.file, what=f"metadata {key}", expected=value, found=str(metadata.get(key)))
-                )
-    if problems:
-        raise CheckpointError(*problems)
+        tensors = _declared_tensors(manifest, shard, problems)
+        if tensors:
+            strides.append(tensors[manifest.dialect.codes][1][1])
+            problems += _tensor_problems(tensors, shard)
+        problems += _metadata_problems(layer_metadata(manifest.geometry, layer.index, dialect=manifest.dialect), shard)
+    raise_if_any(CheckpointError, problems)
     return Container(manifest=manifest, row_strides=tuple(strides))
 
 
@@ -127,8 +100,45 @@ def slot_bytes(container: Container, tp: int) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _shown(kind: tuple[str, tuple[int, ...]] | None) -> str:
+_Kind = tuple[str, tuple[int, ...]]
+
+
+def _declared_tensors(manifest: SlotManifest, shard: ShardHeader, problems: list[Problem]) -> dict[str, _Kind]:
+    """Return the tensors the geometry declares for a layer whose rows have the stride found; nothing if none can."""
+    codes = manifest.dialect.codes
+    shape = next((entry.shape for entry in shard.skeleton.tensors if entry.name == codes), ())
+    stride = shape[1] if len(shape) == 2 else None
+    try:
+        tensors = layer_tensors(manifest.geometry, row_stride_bytes=stride, dialect=manifest.dialect)
+    except ConfigError as error:
+        problems += [
+            Problem(where=shard.shard_file, tensor=codes, what=p.what, expected=p.expected, found=p.found)
+            for p in error.problems
+        ]
+        return {}
+    return {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+
+
+def _tensor_problems(declared: dict[str, _Kind], shard: ShardHeader) -> Iterator[Problem]:
+    found = {entry.name: (entry.dtype, entry.shape) for entry in shard.entries()}
+    for name in sorted(declared.keys() | found.keys()):
+        if declared.get(name) != found.get(name):
+            yield Problem(
+                where=shard.shard_file,
+                tensor=name,
+                what="not the tensor the manifest declares",
+                expected=_shown(declared.get(name)),
+                found=_shown(found.get(name)),
+            )
+
+
+def _metadata_problems(declared: dict[str, str], shard: ShardHeader) -> Iterator[Problem]:
+    metadata = shard.skeleton.metadata
+    for key, value in declared.items():
+        if metadata.get(key) != value:
+            found = str(metadata.get(key))
+            yield Problem(where=shard.shard_file, what=f"metadata {key}", expected=value, found=found)
+
+
+def _shown(kind: _Kind | None) -> str:
     return "no such tensor" if kind is None else f"{kind[0]} {list(kind[1])}"
-
-
-__all__ = ["ConfigError", "Container", "PlacementError", "check_container", "slot_bytes", "slot_extents"]

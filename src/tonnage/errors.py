@@ -119,5 +119,7 @@ _LONGEST_LINE = 400
 def _one_line(text: str) -> str:
     """Make text from a stranger's file printable on one line: control characters escaped, length bounded."""
     shown = text[: _LONGEST_LINE + 1]
-    printable = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in shown)
+    printable = "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in shown
+    )
     return printable if len(printable) <= _LONGEST_LINE else printable[: _LONGEST_LINE - 3] + "..."

@@ -6,13 +6,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tonnage.assignment import Assignment, is_convertible
 from tonnage.formats.exl3_v1 import layer_tensors
 from tonnage.recipes.schema import ROLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from tonnage.assignment import Assignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,6 @@ class Inspection:
 
 def inspect_assignment(assignment: Assignment) -> Inspection:
     """Return the sums of an assignment."""
-    from tonnage.assignment import is_convertible
-
     role: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     dtype: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     fmt: dict[str, list[int]] = defaultdict(lambda: [0, 0])

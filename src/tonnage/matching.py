@@ -103,7 +103,7 @@ class _Matcher:
         notes = (*self._blueprint.notes, *dict.fromkeys(self._notes))
         return Assignment(blueprint=self._blueprint, entries=tuple(entries), notes=notes)
 
-    # --- names to modules ----------------------------------------------------------------------------------------------
+    # --- names to modules ------------------------------------------------------------------------------------------
 
     def _suffixes_by_module(self) -> dict[str, dict[int | None, dict[str, Kinds]]]:
         """Return masked module name -> first number -> suffix -> kinds, for names a module answers to."""
@@ -147,7 +147,7 @@ class _Matcher:
                 instance[name[len(base) :]] = kind
         return result
 
-    # --- modules to formats --------------------------------------------------------------------------------------------
+    # --- modules to formats ----------------------------------------------------------------------------------------
 
     def _entries(
         self,
@@ -224,26 +224,29 @@ class _Matcher:
     def _is_elsewhere(self, module: Module, first: int | None) -> bool:
         return module.rule.role == "expert" and first in self._elsewhere
 
-    # --- problems ------------------------------------------------------------------------------------------------------
+    # --- problems --------------------------------------------------------------------------------------------------
 
     def _suffixes(self, module: Module) -> tuple[str, ...]:
-        """Return what the config's format puts behind the name; of EXL3, where a config tells no rate, the codes."""
-        if module.rule.is_linear and module.rule.quantizes and self._blueprint.scheme.rates_unknown:
-            return (".trellis",)
+        """Return what the config's format puts behind the name."""
         return tuple(t.suffix for t in stored_tensors(module, module.fmt, self._blueprint.config.dtype))
+
+    def _is_missing(self, module: Module) -> str:
+        """Return the words for it: an EXL3 config does not tell which modules are plain."""
+        either = module.rule.is_linear and module.rule.quantizes and self._blueprint.scheme.rates_unknown
+        return "missing tensor, or .trellis in its place" if either else "missing tensor"
 
     def _whole_layer_is_missing(self, module: Module, first: int | None) -> None:
         """Name the tensors of a layer's first instance, and say how many there are."""
         if not module.copies:
             return
-        what = "missing tensor" + (f" (and {module.copies} such tensors on this layer)" if module.copies > 1 else "")
+        what = self._is_missing(module) + (f" (and {module.copies} such tensors on this layer)" if module.copies > 1 else "")
         names = [_name(module, first, tuple(r[0] for r in module.rest)) + suffix for suffix in self._suffixes(module)]
         self._missing.add(len(names), (_problem(name, what) for name in names))
 
     def _instances_are_missing(self, module: Module, first: int | None, count: int, absent: Iterable[int]) -> None:
         suffixes = self._suffixes(module)
         names = (_name(module, first, (number,)) + suffix for number in absent for suffix in suffixes)
-        self._missing.add(count * len(suffixes), (_problem(name, "missing tensor") for name in names))
+        self._missing.add(count * len(suffixes), (_problem(name, self._is_missing(module)) for name in names))
 
     def _are_beyond(
         self, module: Module, first: int | None, found: Iterable[tuple[tuple[int, ...], str]], count: int

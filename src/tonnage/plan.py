@@ -1,7 +1,7 @@
 """The plan: one ledger per rank, what a GPU can supply, and the verdict.
 
-Everything here is integer arithmetic over a :class:`~tonnage.placement.Placement`. A plan that does not fit is a value with
-``fits == False`` and reasons; it is never an exception.
+Everything here is integer arithmetic over a :class:`~tonnage.placement.Placement`. A plan that does not fit is a value
+with ``fits == False`` and reasons; it is never an exception.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tonnage.credit import CreditInputs, credit_estimate, credit_savings
 from tonnage.memory.supply import Basis, Supply
 from tonnage.recipes.schema import ROLES
 from tonnage.units import gib, unit_for
@@ -17,7 +18,6 @@ from tonnage.units import gib, unit_for
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tonnage.credit import CreditInputs
     from tonnage.placement import Placement
 
 
@@ -146,11 +146,10 @@ class Plan:
         ledger = self.ranks[self.binding_rank]
         largest = sorted(ledger.lines, key=lambda line: -line.bound_nbytes)[:3]
         unit, text = unit_for(ledger.fixed_bytes)
-        return (
-            f"rank {ledger.rank} needs {text(ledger.fixed_bytes)} {unit} fixed > supply {text(self.supply.nbytes)} {unit}, "
-            f"short by {text(-spare)} {unit} ({-spare:,} bytes)",
-            "largest lines: " + ", ".join(f"{line.component} {text(line.bound_nbytes)} {unit}" for line in largest),
-        )
+        needs, supply = f"{text(ledger.fixed_bytes)} {unit}", f"{text(self.supply.nbytes)} {unit}"
+        short = f"short by {text(-spare)} {unit} ({-spare:,} bytes)"
+        lines = ", ".join(f"{line.component} {text(line.bound_nbytes)} {unit}" for line in largest)
+        return (f"rank {ledger.rank} needs {needs} fixed > supply {supply}, {short}", f"largest lines: {lines}")
 
 
 def make_plan(placement: Placement, *, supply: Supply | None, held: Sequence[Held] = ()) -> Plan:
@@ -177,21 +176,17 @@ def make_plan(placement: Placement, *, supply: Supply | None, held: Sequence[Hel
 def make_credit_plan(
     inputs: CreditInputs, permille: int, *, basis: Basis, source: str, supply: Supply | None, held: Sequence[Held] = ()
 ) -> Plan:
-    """Return the plan of a package made elsewhere, whose conversion is only known as a share of its counted bytes.
+    """Return the plan of a package made elsewhere, its conversion only known as a share of its counted bytes.
 
     The weights line is what every rank would hold before the credit, less the rank's share of the savings.
     """
-    from tonnage.credit import credit_estimate, credit_savings
-
     savings = credit_savings(inputs.counted_bf16_bytes, inputs.latent_pair_bytes, permille)
     estimate = credit_estimate(inputs.device_bytes, inputs.tp_size, savings)
     line = exact_line("weights.credit", estimate, source, basis)
-    ranks = tuple(
-        RankLedger(rank=rank, lines=(line, *_held_lines(held))) for rank in range(inputs.tp_size)
-    )
+    ranks = tuple(RankLedger(rank=rank, lines=(line, *_held_lines(held))) for rank in range(inputs.tp_size))
     note = (
-        f"credit {permille} permille of {inputs.counted_bf16_bytes} counted bytes + 1/16 of {inputs.latent_pair_bytes}: "
-        f"saves {savings} of {inputs.device_bytes} bytes over {inputs.tp_size} ranks"
+        f"credit {permille} permille of {inputs.counted_bf16_bytes} counted + 1/16 of {inputs.latent_pair_bytes} "
+        f"latent: saves {savings} of {inputs.device_bytes} bytes over {inputs.tp_size} ranks"
     )
     return Plan(
         placement=None,
@@ -213,7 +208,9 @@ def _credit_pessimism(inputs: CreditInputs, savings: int) -> tuple[str, ...]:
 
 def _held_pessimism(held: Sequence[Held]) -> tuple[str, ...]:
     return tuple(
-        f"pessimism: {h.component} {gib(h.nbytes)} GiB is {h.basis} ({h.source})" for h in held if h.nbytes and h.basis == "assumed"
+        f"pessimism: {h.component} {gib(h.nbytes)} GiB is {h.basis} ({h.source})"
+        for h in held
+        if h.nbytes and h.basis == "assumed"
     )
 
 

@@ -39,7 +39,9 @@ def parse_profile(text: str | None, *, context_tokens: int | None = None, kv_dty
         return Profile(context_tokens=context_tokens, kv_dtype=kv_dtype)
     match = _NAME.fullmatch(text.lower())
     if match is None:
-        raise UnitError(Problem(where="--profile", what="not a profile", expected="cC-pP such as c4-p4096", found=repr(text)))
+        raise UnitError(
+            Problem(where="--profile", what="not a profile", expected="cC-pP such as c4-p4096", found=repr(text))
+        )
     return Profile(
         name=text.lower(),
         concurrency=int(match["c"]),

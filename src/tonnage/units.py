@@ -56,7 +56,9 @@ def parse_number(text: str, *, where: str = "number") -> Fraction:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or match["unit"]:
-        raise UnitError(Problem(where=where, what="not a number", expected="digits, such as 2 or 2.5", found=repr(text)))
+        raise UnitError(
+            Problem(where=where, what="not a number", expected="digits, such as 2 or 2.5", found=repr(text))
+        )
     return Fraction(match["number"])
 
 

@@ -2,17 +2,14 @@
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_classes import Rank, Refused, parameter_bytes
-
-from tonnage import PlanRequest, plan_checkpoint
-from tonnage.api import checkpoint_from_config
-from tonnage.errors import PlacementError
+from answers import REFUSED, allocated, assert_same, planned
+from vllm_classes import Rank
 
 pytestmark = pytest.mark.heavy
 
@@ -21,94 +18,28 @@ SEED = 20_261_130
 TOPOLOGIES_PER_CONFIG = 3
 TP_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 PP_SIZES = (1, 2, 3, 4)
-REGENERATED_ROWS = 12
-REFUSED = "refused"
 
 Row = tuple[str, Rank]
 
-
-def oracle_rows() -> tuple[tuple[Row, int], ...]:
-    """Return the committed rows whose config is taken as it stands."""
-    document = json.loads((DATA / "vllm_oracle.json").read_text())
-    return tuple(
-        ((row["config"], Rank(tp=row["tp"], ep=row["ep"], pp=row["pp"], rank=row["rank"])), row["params_bytes"])
-        for row in document["first"] + document["more"]
-        if row["quant"] == "config"
-    )
-
-
-@lru_cache(maxsize=4)
-def read_config(name: str) -> Mapping[str, Any]:
-    return json.loads((DATA / "configs" / f"{name}.json").read_text())
-
-
-def new_topologies(name: str, known: set[tuple[int, bool, int]], chance: random.Random) -> list[Row]:
-    """Return ranks of topologies that divide the attention heads and are not in the committed rows."""
-    config = read_config(name)
-    text = config.get("text_config", config)
-    spreads = (False, True) if any("expert" in field for field in text) else (False,)
-    candidates = [
-        (tp, ep, pp)
-        for tp in TP_SIZES
-        for ep in spreads[: 1 + (tp > 1)]
-        for pp in PP_SIZES
-        if text["num_attention_heads"] % tp == 0 and tp * pp > 1 and (tp, ep, pp) not in known
-    ]
-    chosen = chance.sample(candidates, min(TOPOLOGIES_PER_CONFIG, len(candidates)))
-    return [(name, Rank(tp=tp, ep=ep, pp=pp, rank=chance.randrange(tp * pp))) for tp, ep, pp in chosen]
-
-
-def new_rows() -> list[Row]:
-    """Return rows for every config vLLM can build; the same ones every time."""
-    chance = random.Random(SEED)  # noqa: S311 - a draw that can be repeated
-    known: dict[str, set[tuple[int, bool, int]]] = {}
-    for (name, where), _ in oracle_rows():
-        known.setdefault(name, set()).add((where.tp, where.ep, where.pp))
-    return [row for name in sorted(known) for row in new_topologies(name, known[name], chance)]
-
-
-ROWS = new_rows()
-KNOWN_ROWS = random.Random(SEED).sample(oracle_rows(), REGENERATED_ROWS)  # noqa: S311 - same
-
-
-def row_id(row: Row) -> str:
-    name, where = row
-    return f"{name} tp={where.tp}{' ep' if where.ep else ''} pp={where.pp} rank={where.rank}"
-
-
-@lru_cache(maxsize=None)
-def allocated(row: Row) -> int | str:
-    name, where = row
-    try:
-        return parameter_bytes(read_config(name), where)
-    except Refused:
-        return REFUSED
-
-
-def planned(row: Row) -> int | str:
-    name, where = row
-    request = PlanRequest(tp=where.tp, ep=where.tp if where.ep else 1, pp=where.pp, engine="vllm")
-    try:
-        return plan_checkpoint(checkpoint_from_config(read_config(name), name=name), request).ranks[where.rank].weights_bytes
-    except PlacementError:
-        return REFUSED
-
-
-@pytest.mark.parametrize("row", ROWS, ids=row_id)
-def test_plan_equals_vllm_at_a_new_topology(row: Row):
-    assert planned(row) == allocated(row)
-
-
-@pytest.mark.parametrize("name", sorted({name for name, _ in ROWS}))
-def test_vllm_builds_every_config_somewhere(name: str):
-    """A refusal above is then one of the topology, and not of this machine."""
-    assert any(allocated(row) != REFUSED for row in ROWS if row[0] == name)
-
-
-@pytest.mark.parametrize(("row", "nbytes"), KNOWN_ROWS, ids=[row_id(row) for row, _ in KNOWN_ROWS])
-def test_committed_row_is_what_vllm_allocates(row: Row, nbytes: int):
-    assert allocated(row) == nbytes
-
+BLOCKS = "linear modules in FP8 blocks: a rank's channels must be whole blocks (fp8_utils.py validate_fp8_block_shape)"
+KV_HEADS = "gpt_oss.py divides the KV heads by the ranks and cannot replicate them"
+NOT_REFUSED_YET = {
+    ("Qwen__Qwen3-32B-FP8", 16): BLOCKS,
+    ("Qwen__Qwen3-32B-FP8", 32): BLOCKS,
+    ("deepseek-ai__DeepSeek-V3", 32): BLOCKS,
+    ("deepseek-ai__DeepSeek-V3.2", 32): BLOCKS,
+    ("deepseek-ai__DeepSeek-V4-Pro", 16): BLOCKS,
+    ("moonshotai__Kimi-K2-Instruct", 32): BLOCKS,
+    ("nvidia__DeepSeek-V4-Pro-NVFP4", 16): BLOCKS,
+    ("zai-org__GLM-5-FP8", 32): BLOCKS,
+    ("zai-org__GLM-5.1-FP8", 32): BLOCKS,
+    ("zai-org__GLM-5.2-FP8", 32): BLOCKS,
+    ("openai__gpt-oss-120b", 16): KV_HEADS,
+    ("openai__gpt-oss-120b", 32): KV_HEADS,
+    ("openai__gpt-oss-20b", 16): KV_HEADS,
+    ("openai__gpt-oss-20b", 32): KV_HEADS,
+}
+"""Config and tensor-parallel size that vLLM refuses and a plan does not. Once a plan does, the row fails until it is deleted."""
 
 REFUSALS = {
     "attention heads": ("meta-llama__Llama-3.1-8B-Instruct", Rank(tp=3)),
@@ -116,13 +47,95 @@ REFUSALS = {
     "KV heads": ("MiniMaxAI__MiniMax-M2.5", Rank(tp=6)),
     "groups of Mamba": ("nvidia__Nemotron-H-56B-Base-8K", Rank(tp=16)),
     "heads of linear attention": ("Qwen__Qwen3.5-27B", Rank(tp=6)),
-    "latent of experts": ("moonshotai__Kimi-K3", Rank(tp=3)),
+    "4096 channels in three": ("moonshotai__Kimi-K3", Rank(tp=3)),
     "vision": ("meta-llama__Llama-4-Maverick-17B-128E-Instruct", Rank(tp=5)),
     "groups of output projections": ("deepseek-ai__DeepSeek-V4-Flash", Rank(tp=16)),
     "scale blocks of experts": ("Qwen__Qwen3-30B-A3B-FP8", Rank(tp=16)),
 }
 
 
-@pytest.mark.parametrize("row", REFUSALS.values(), ids=REFUSALS)
-def test_what_vllm_refuses_is_refused(row: Row):
-    assert (planned(row), allocated(row)) == (REFUSED, REFUSED)
+def oracle_rows() -> dict[str, list[tuple[Row, int]]]:
+    """Return the committed rows whose config is taken as it stands, by config."""
+    document = json.loads((DATA / "vllm_oracle.json").read_text())
+    found: dict[str, list[tuple[Row, int]]] = {}
+    for row in document["first"] + document["more"]:
+        if row["quant"] == "config":
+            where = Rank(tp=row["tp"], ep=row["ep"], pp=row["pp"], rank=row["rank"])
+            found.setdefault(row["config"], []).append(((row["config"], where), row["params_bytes"]))
+    return dict(sorted(found.items()))
+
+
+def new_rows() -> Iterator[Row]:
+    """Yield ranks of topologies that divide the attention heads and are not committed: the same ones every time."""
+    chance = random.Random(SEED)  # noqa: S311 - a draw that can be repeated
+    for name, rows in oracle_rows().items():
+        config = read_config(name)
+        text = config.get("text_config", config)
+        has_experts = any("experts" in field and count for field, count in text.items())
+        known = {(where.tp, where.ep, where.pp) for (_, where), _ in rows}
+        candidates = [
+            (tp, ep, pp)
+            for tp in TP_SIZES
+            for ep in ((False, True) if has_experts and tp > 1 else (False,))
+            for pp in PP_SIZES
+            if text["num_attention_heads"] % tp == 0 and tp * pp > 1 and (tp, ep, pp) not in known
+        ]
+        for tp, ep, pp in chance.sample(candidates, TOPOLOGIES_PER_CONFIG):
+            yield name, Rank(tp=tp, ep=ep, pp=pp, rank=chance.randrange(tp * pp))
+
+
+def committed_rows() -> Iterator[tuple[Row, int]]:
+    """Yield one committed row of every config: the same ones every time."""
+    chance = random.Random(SEED)  # noqa: S311 - same
+    for rows in oracle_rows().values():
+        yield chance.choice(rows)
+
+
+@lru_cache(maxsize=4)
+def read_config(name: str) -> Mapping[str, Any]:
+    return json.loads((DATA / "configs" / f"{name}.json").read_text())
+
+
+def row_id(row: Row) -> str:
+    name, where = row
+    return f"{name} tp={where.tp}{' ep' if where.ep else ''} pp={where.pp} rank={where.rank}"
+
+
+def as_parameter(row: Row) -> Any:
+    name, where = row
+    gap = NOT_REFUSED_YET.get((name, where.tp))
+    return pytest.param(*row, id=row_id(row), marks=[pytest.mark.xfail(reason=gap)] if gap else [])
+
+
+@pytest.mark.parametrize(("name", "where"), map(as_parameter, new_rows()))
+def test_plan_equals_vllm_at_a_new_topology(name: str, where: Rank):
+    assert_same(read_config(name), where)
+
+
+@pytest.mark.parametrize(
+    ("row", "nbytes"), committed_rows(), ids=lambda value: row_id(value) if isinstance(value, tuple) else ""
+)
+def test_committed_row_is_what_vllm_allocates(row: Row, nbytes: int):
+    """Every config is built here, so a refusal above is one of the topology and not of this machine."""
+    name, where = row
+
+    assert allocated(read_config(name), where) == nbytes
+
+
+@pytest.mark.parametrize(("name", "where"), REFUSALS.values(), ids=REFUSALS)
+def test_what_vllm_refuses_is_refused(name: str, where: Rank):
+    config = read_config(name)
+
+    assert (planned(config, where), allocated(config, where)) == (REFUSED, REFUSED)
+
+
+@pytest.mark.xfail(reason="vLLM wants experts where expert parallelism is on; a plan goes on as if it were off")
+def test_expert_parallelism_without_experts_is_refused():
+    assert_same(read_config("meta-llama__Llama-3.1-8B-Instruct"), Rank(tp=2, ep=True))
+
+
+@pytest.mark.xfail(
+    reason="input scales of NVFP4 experts are counted as on the rank with the fewest: 744 bytes too many"
+)
+def test_rank_with_one_nvfp4_expert_more_equals_vllm():
+    assert_same(read_config("nvidia__MiniMax-M2.5-NVFP4"), Rank(tp=24, ep=True, rank=12))

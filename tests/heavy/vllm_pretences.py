@@ -20,8 +20,8 @@ import vllm.distributed.parallel_state as parallel
 import vllm.model_executor.kernels.linear as linear_kernels
 import vllm.model_executor.layers.fused_moe.config as moe_config
 import vllm.model_executor.layers.fused_moe.expert_map_manager as expert_maps
-import vllm.model_executor.layers.quantization as quantization
 import vllm.model_executor.models.registry as model_registry
+from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.fused_moe.oracle import fp8, int_wna16, mxfp4, nvfp4, unquantized
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability

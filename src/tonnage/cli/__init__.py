@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
@@ -32,7 +33,7 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:  # noqa: FBT001 - the signature of a typer callback
+def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"tonnage {__version__}")
         raise typer.Exit
@@ -40,9 +41,9 @@ def _version(wanted: bool) -> None:  # noqa: FBT001 - the signature of a typer c
 
 @app.callback()
 def _main(
-    version: bool = typer.Option(  # noqa: FBT001 - an option of the command line
-        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
-    ),
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     pass
 

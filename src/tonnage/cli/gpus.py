@@ -5,7 +5,7 @@ from __future__ import annotations
 from tonnage.cli.options import Json, emit, emit_json
 
 
-def gpus(as_json: Json = False) -> None:  # noqa: FBT002 - an option of the command line
+def gpus(as_json: Json = False) -> None:
     """List the GPUs in the table, with what a process can use of each and how that is known.
 
     Example: tonnage gpus

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tonnage.cli.options import Json, Source, emit, emit_json
 
 
-def inspect(source: Source, as_json: Json = False) -> None:  # noqa: FBT002 - an option of the command line
+def inspect(source: Source, as_json: Json = False) -> None:
     """Say what a checkpoint holds by role, storage format and dtype; name what is missing, unexpected or misshapen.
 
     Example: tonnage inspect ./Llama-3.1-8B

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tonnage.cli.options import Json, emit, emit_json
 
 
-def models(as_json: Json = False) -> None:  # noqa: FBT002 - an option of the command line
+def models(as_json: Json = False) -> None:
     """List the model families there is a recipe for.
 
     Example: tonnage models
@@ -14,7 +14,12 @@ def models(as_json: Json = False) -> None:  # noqa: FBT002 - an option of the co
 
     if as_json:
         rows = [
-            {"family": name, "model_types": facts["model_types"], "title": facts.get("title", ""), "source": load_recipe(name).source}
+            {
+                "family": name,
+                "model_types": facts["model_types"],
+                "title": facts.get("title", ""),
+                "source": load_recipe(name).source,
+            }
             for name, facts in families().items()
         ]
         emit_json({"schema": "tonnage.models/1", "families": rows})

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 Source = Annotated[
-    str, typer.Argument(metavar="SOURCE", help="A checkpoint directory, or a config.json (planned from its recipe alone).")
+    str,
+    typer.Argument(metavar="SOURCE", help="A checkpoint directory, or a config.json (planned from its recipe alone)."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print a versioned JSON document instead of a table.")]
 Output = Annotated[Path, typer.Option("-o", "--output", help="Directory to write; must not exist, or be empty.")]

@@ -12,7 +12,7 @@ DOES_NOT_FIT = 3
 _SIZE = "such as 94.010GiB"
 
 
-def plan(  # noqa: PLR0913 - one parameter per option
+def plan(
     source: Source,
     tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel size.")] = 1,
     ep: Annotated[int, typer.Option("--ep", help="Expert-parallel size: 1, or the tensor-parallel size.")] = 1,
@@ -39,7 +39,10 @@ def plan(  # noqa: PLR0913 - one parameter per option
     ] = "none",
     estimator: Annotated[
         Literal["exact", "credit"],
-        typer.Option("--estimator", help="exact: tensor by tensor. credit: a share of counted bytes, for packages made elsewhere."),
+        typer.Option(
+            "--estimator",
+            help="exact: tensor by tensor. credit: a share of counted bytes, for packages made elsewhere.",
+        ),
     ] = "exact",
     credit_permille: Annotated[
         int | None, typer.Option("--credit-permille", min=0, max=1000, help="The credit, in permille of counted bytes.")

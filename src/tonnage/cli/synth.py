@@ -9,11 +9,12 @@ import typer
 from tonnage.cli.options import Json, Output, Source, emit, emit_json, note
 
 
-def synth(  # noqa: PLR0913 - one parameter per option
+def synth(
     source: Source,
     output: Output,
     scale_down: Annotated[
-        bool, typer.Option("--scale-down", help="A small model of the same family and tensor kinds, with random weights.")
+        bool,
+        typer.Option("--scale-down", help="A small model of the same family and tensor kinds, with random weights."),
     ] = False,
     storage: Annotated[
         Literal["config", "bf16", "mxfp8", "exl3"], typer.Option("--storage", help="How weights are stored.")
@@ -22,7 +23,9 @@ def synth(  # noqa: PLR0913 - one parameter per option
         Literal["same", "exl3", "exl3-v1"], typer.Option("--experts", help="How routed experts are stored.")
     ] = "same",
     bits: Annotated[str, typer.Option("--bits", help="Bits per weight of exl3 and exl3-v1, such as 2 or 2.5.")] = "2",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random weights; equal seeds give equal bytes.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Of the random weights; equal seeds give equal bytes.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Write a rehearsal checkpoint: exact headers over sparse files of full size, or a small model with --scale-down.

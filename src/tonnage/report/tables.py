@@ -33,7 +33,8 @@ def render(table: RenderableType, *, width: int | None = None) -> str:
 def plan_table(checkpoint: Checkpoint, request: PlanRequest, plan: Plan, suggestions: Sequence[str]) -> RenderableType:
     """Return the ledger of the binding rank, the other ranks in one line each, and the verdict."""
     topology = " ".join(
-        f"{name}{size}" for name, size in (("tp", request.tp), ("ep", request.ep), ("pp", request.pp), ("dcp", request.dcp))
+        f"{name}{size}"
+        for name, size in (("tp", request.tp), ("ep", request.ep), ("pp", request.pp), ("dcp", request.dcp))
         if size > 1 or name == "tp"
     )
     title = f"{checkpoint.name} ({checkpoint.family}) · {topology} · {request.engine} · {request.estimator}"
@@ -49,15 +50,19 @@ def plan_table(checkpoint: Checkpoint, request: PlanRequest, plan: Plan, suggest
 def inspect_table(checkpoint: Checkpoint, inspection: Inspection) -> RenderableType:
     """Return totals and the sums by role, storage format and dtype."""
     source = f"{len(checkpoint.headers.shards)} shard files" if checkpoint.headers is not None else "config alone"
+    total = inspection.total
+    unit, short = unit_for(total.nbytes)
+    credit = (
+        f"counted projections {inspection.projection_bytes:,} bytes · latent pair {inspection.latent_bytes:,} bytes"
+    )
     parts: list[RenderableType] = [
         Text(f"{checkpoint.name} ({checkpoint.family}), from {source}", style="bold"),
-        Text(f"tensors {inspection.total.tensors:,} · payload {inspection.total.nbytes:,} bytes ({gib(inspection.total.nbytes)} GiB)"),
+        Text(f"tensors {total.tensors:,} · payload {total.nbytes:,} bytes ({short(total.nbytes)} {unit})"),
         _sums("role", inspection.by_role),
         _sums("storage format", inspection.by_format),
         _sums("dtype", inspection.by_dtype),
-        Text(f"counted projections {inspection.projection_bytes:,} bytes · latent pair {inspection.latent_bytes:,} bytes · "
-             f"convertible to MXFP8 {inspection.convertible_bytes:,} bytes"),
-    ]  # fmt: skip
+        Text(f"{credit} · convertible to MXFP8 {inspection.convertible_bytes:,} bytes"),
+    ]
     parts += [Text(note, style="dim") for note in inspection.notes]
     if checkpoint.headers is not None:
         parts.append(Text("nothing missing, nothing unexpected, nothing misshapen"))
