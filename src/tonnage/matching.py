@@ -81,7 +81,7 @@ class _Matcher:
 
     def __init__(self, blueprint: Blueprint, shards: Sequence[ShardHeader], elsewhere: frozenset[int]) -> None:
         self._blueprint, self._shards, self._elsewhere = blueprint, shards, elsewhere
-        self._masker = Masker(_spelled_names(blueprint))
+        self._masker = Masker(spelled_names(blueprint))
         self._tally = tally(shards, self._masker)
         self._missing, self._odd, self._beyond = _Named("missing"), _Named("misshapen"), _Named("unexpected")
         self._incomplete: list[tuple[Module, int | None, tuple[str, ...]]] = []
@@ -327,7 +327,7 @@ def _problem(name: str, what: str, expected: str | None = None, found: Kind | No
     return Problem(where="checkpoint", tensor=name, what=what, expected=expected, found=shown)
 
 
-def _spelled_names(blueprint: Blueprint) -> Iterator[str]:
+def spelled_names(blueprint: Blueprint) -> Iterator[str]:
     """Yield the full patterns, every suffix, of modules whose names hold a number that is no index."""
     for module in blueprint.modules:
         pattern = module.rule.pattern

@@ -32,12 +32,15 @@ class Piece:
         shape: Shape the rank holds.
         slice_bytes: Bytes taken from the stored tensor.
         held_bytes: Bytes held; more than the slice is padding, less is what the engine drops.
+        zero_bytes: Of those held, zeros behind the slice on the axis that is cut. What neither they nor the slice account
+            for, the engine makes itself.
         why: Reason for the difference.
     """
 
     shape: tuple[int, ...]
     slice_bytes: int
     held_bytes: int
+    zero_bytes: int = 0
     why: str = ""
 
 
@@ -264,7 +267,9 @@ class Shares:
         held_bytes = -(-prod(kept) * DTYPE_BITS[dtype] // 8)
         if exception is not None and exception.slice_size is not None and held_bytes != slice_bytes:
             why = exception.why
-        return Piece(shape=kept, slice_bytes=slice_bytes, held_bytes=held_bytes, why=why)
+        padded = (kept, dtype) == (_local_shape(stored, axis, held), stored.dtype)
+        zero_bytes = held_bytes - slice_bytes if padded else 0
+        return Piece(shape=kept, slice_bytes=slice_bytes, held_bytes=held_bytes, zero_bytes=zero_bytes, why=why)
 
 
 def _size(runs: tuple[Run, ...]) -> int:

@@ -40,6 +40,7 @@ def vocab_rows(vocab: int, _tp: int) -> int:
 def held_shape(entry: Assigned, stored: Stored, local: Local, topology: Topology) -> tuple[tuple[int, ...], str] | None:
     """Return the shape vLLM keeps where it is not the plain slice."""
     fmt, expert = entry.fmt.name, entry.module.rule.is_routed
+    _require_whole_blocks(entry, local, topology)
     if fmt.startswith("fp8_e4m3_block") and stored.suffix in (".weight_scale_inv", ".scale", ".weight_scale"):
         return _block_scales(entry, local, topology) if expert else None
     if fmt == "nvfp4_e2m1" and expert and stored.suffix == ".weight_scale" and local.in_ % 16:
@@ -65,6 +66,34 @@ def held_dtype(entry: Assigned, stored: Stored) -> tuple[str, str] | None:
     if entry.module.rule.is_routed and entry.fmt.name.startswith("int") and stored.suffix == ".weight_shape" and not second:
         return "BF16", "the shape is held in the model dtype"
     return None
+
+
+def _require_whole_blocks(entry: Assigned, local: Local, topology: Topology) -> None:
+    """Refuse a cut inside a scale block, which vLLM refuses as well.
+
+    Experts in block FP8 are kept on a finer grid instead (:func:`_block_scales`); those in NVFP4 and MXFP4 are allocated all
+    the same. Sources: ``fp8_utils.py`` ``validate_fp8_block_shape``, ``modelopt.py``, ``gptq_marlin.py``, ``mxfp8_utils.py``.
+
+    Raises:
+        PlacementError: A rank's part of the cut axis is no whole number of blocks.
+    """
+    rule, fmt = entry.module.rule, entry.fmt
+    if topology.tp == 1 or (rule.is_routed and fmt.name.startswith(("fp8_e4m3_block", "nvfp4", "mxfp4"))):
+        return
+    for axis, mine, whole, grain in (
+        ("in", local.in_, entry.module.in_size, fmt.in_grain),
+        ("out", local.out, entry.module.out_size, fmt.out_grain),
+    ):
+        if mine % grain and mine != whole:
+            raise PlacementError(
+                Problem(
+                    where=f"--tp {topology.tp} --engine vllm",
+                    tensor=rule.pattern,
+                    what=f"axis {axis} of {whole} elements leaves {mine} per rank, no whole blocks of {fmt.name}",
+                    expected=f"a multiple of {grain} per rank",
+                    found=str(mine),
+                )
+            )
 
 
 def _block_scales(entry: Assigned, local: Local, topology: Topology) -> tuple[tuple[int, ...], str] | None:

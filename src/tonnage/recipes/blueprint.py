@@ -346,12 +346,12 @@ def _stated_format(rule: Rule, scheme: QuantScheme, first: int | None, n_indices
 
 def _check_elements(rule: Rule, axes: tuple[tuple[Run, ...], ...], stack: int) -> None:
     elements = prod(sum(run.size for run in axis) for axis in axes if axis) * (stack or 1)
-    if not 0 <= elements <= MOST_ELEMENTS:
+    if not 1 <= elements <= MOST_ELEMENTS:
         raise ConfigError(
             Problem(
                 where="config.json",
                 what=f"tensor {rule.pattern} beyond reason",
-                expected=f"at most {MOST_ELEMENTS} elements",
+                expected=f"1..{MOST_ELEMENTS} elements",
                 found=str(elements),
             )
         )

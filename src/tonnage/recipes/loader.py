@@ -13,6 +13,8 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, get_args
 
 from tonnage.errors import Problem, RecipeError, UnknownFamilyError
+from tonnage.formats.dtypes import DTYPE_BITS
+from tonnage.formats.storage import MODEL_DTYPE
 from tonnage.recipes.expressions import Expression, compile_expression
 from tonnage.recipes.schema import (
     ROLES,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 ENGINES = ("vllm", "sglang", "exllamav3", "split")
 FAMILIES_FILE = "families.toml"
 
+_TABLES = ("names", "refuse", "let", "index", "module", *ENGINES)
 _TOP_KEYS = frozenset({"source", "scope", "names", "refuse", "let", "index", "module", "include", "notes", *ENGINES})
 _RULE_KEYS = frozenset(
     "role out in shape units split why replicas when bias stack transposed bare dtype quantizes convert credit fused "
@@ -42,6 +45,10 @@ _RULE_KEYS = frozenset(
 )
 _INCLUDE_KEYS = frozenset({"recipe", "names", "scope", "when", "role", *ENGINES})
 _ENGINE_KEYS = frozenset("split replicas whole_if absent_if dtype held copies slice_size stage why".split())
+_FLAGS = frozenset({"replicas", "transposed", "bare", "quantizes", "convert"})
+_TEXTS = frozenset({"role", "why", "dtype", "fused", "split", "stage", "credit"})
+_RECIPE_NAME = re.compile(r"[a-z0-9_]+", re.ASCII)
+_DEEPEST_INCLUDE = 8
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
@@ -109,6 +116,7 @@ class _Part:
     when: tuple[Expression, ...] = ()
     role: str = ""
     engines: Mapping[str, EngineRule] = field(default_factory=dict)
+    depth: int = 0
 
 
 def _read(file_name: str) -> str:
@@ -118,17 +126,18 @@ def _read(file_name: str) -> str:
 def _sections(name: str, data: dict[str, Any], part: _Part) -> Iterator[Section]:
     """Yield the section of one file, then those of the files it includes, names and scope resolved."""
     _only(data, _TOP_KEYS, name)
-    names = {**data.get("names", {}), **part.names}
-    scope = part.scope or _path(data.get("scope", ""))
-    indices = {key: _index(value, f"{name}: index.{key}") for key, value in data.get("index", {}).items()}
+    tables = {key: _table(data.get(key, {}), f"{name}: {key}") for key in _TABLES}
+    names = {**_texts(tables["names"], f"{name}: names"), **part.names}
+    scope = part.scope or _path(str(data.get("scope", "")))
+    indices = {key: _index(value, f"{name}: index.{key}") for key, value in tables["index"].items()}
     engines = {
-        engine: _engine_rules(data.get(engine, {}), names, part.engines.get(engine), f"{name}: {engine}")
+        engine: _engine_rules(tables[engine], names, part.engines.get(engine), f"{name}: {engine}")
         for engine in ENGINES
         if engine in data or engine in part.engines
     }
     if "module" in data:
         rules = tuple(
-            _rule(_named(pattern, names), facts, f"{name}: {pattern}") for pattern, facts in data["module"].items()
+            _rule(_named(pattern, names), facts, f"{name}: {pattern}") for pattern, facts in tables["module"].items()
         )
         if part.role:
             rules = tuple(replace(rule, role=part.role, credit=None) for rule in rules)
@@ -143,20 +152,33 @@ def _sections(name: str, data: dict[str, Any], part: _Part) -> Iterator[Section]
             when=part.when,
             refusals=tuple(
                 (compile_expression(text, where=f"{name}: refuse"), str(what))
-                for text, what in data.get("refuse", {}).items()
+                for text, what in tables["refuse"].items()
             ),
             lets=tuple(
                 (key, compile_expression(_named(str(text), names), where=f"{name}: let.{key}"))
-                for key, text in data.get("let", {}).items()
+                for key, text in tables["let"].items()
             ),
             indices=indices,
             rules=rules,
             engines=engines,
         )
-    for include in data.get("include", []):
-        inner = str(include["recipe"])
+    for include in _list(data.get("include", []), f"{name}: include"):
+        inner = _included(_table(include, f"{name}: include"), name, part.depth)
         inside = _inside(part, include, names, scope, f"{name}: include {inner}")
         yield from _sections(inner, tomllib.loads(_read(f"{inner}.toml")), inside)
+
+
+def _included(include: dict[str, Any], name: str, depth: int) -> str:
+    """Return the recipe an include names: one beside this module, not itself by way of others."""
+    inner = include.get("recipe")
+    if not isinstance(inner, str):
+        raise _bad(f"{name}: include", "missing key", "recipe = a name", inner)
+    shipped = _RECIPE_NAME.fullmatch(inner) and (resources.files("tonnage.recipes") / f"{inner}.toml").is_file()
+    if not shipped:
+        raise _bad(f"{name}: include {inner}", "no such recipe", "the name of a file in tonnage.recipes", inner)
+    if depth >= _DEEPEST_INCLUDE:
+        raise _bad(f"{name}: include {inner}", "includes nest too deeply", f"at most {_DEEPEST_INCLUDE}", depth + 1)
+    return inner
 
 
 def _inside(
@@ -169,16 +191,21 @@ def _inside(
     if role and role not in ROLES:
         raise _bad(where, "unknown role", ", ".join(ROLES), role)
     return _Part(
-        names={key: _named(value, names) for key, value in include.get("names", {}).items()},
-        scope=_path(include["scope"]) if "scope" in include else scope,
+        names={
+            key: _named(value, names)
+            for key, value in _texts(_table(include.get("names", {}), f"{where}: names"), f"{where}: names").items()
+        },
+        scope=_path(str(include["scope"])) if "scope" in include else scope,
         when=(*part.when, condition) if condition else part.when,
         role=role,
         engines={**part.engines, **{e: _engine_rule(include[e], where) for e in ENGINES if e in include}},
+        depth=part.depth + 1,
     )
 
 
 def _rule(pattern: str, facts: dict[str, Any], where: str) -> Rule:
-    _only(facts, _RULE_KEYS, where)
+    _only(_table(facts, where), _RULE_KEYS, where)
+    _check_types(facts, where)
     if facts.get("role") not in ROLES:
         raise _bad(where, "unknown role", ", ".join(ROLES), facts.get("role"))
     for key, allowed in (("split", get_args(Split)), ("stage", get_args(Stage)), ("credit", get_args(Credit))):
@@ -189,6 +216,7 @@ def _rule(pattern: str, facts: dict[str, Any], where: str) -> Rule:
         raise _bad(where, "wrong facts", "either shape, or out and in", sorted(facts))
     units = facts.get("units")
     if "shape" in facts:
+        _list(facts["shape"], f"{where}: shape")
         axis = 0 if split in ("column", "vocab") else len(facts["shape"]) - 1
         shape = tuple(
             _extents(text, units if i == axis and split != "replicated" else None, where)
@@ -219,6 +247,17 @@ def _rule(pattern: str, facts: dict[str, Any], where: str) -> Rule:
 _PARSED = frozenset({"out", "in", "shape", "units", "when", "bias", "stack", "split", "stage", "last_if", "optional"})
 
 
+def _check_types(facts: dict[str, Any], where: str) -> None:
+    for key, value in facts.items():
+        if key in _FLAGS and not isinstance(value, bool):
+            raise _bad(where, f"{key} is no flag", "true or false", value)
+        if key in _TEXTS and not isinstance(value, str):
+            raise _bad(where, f"{key} is no text", "a text", value)
+    dtype = facts.get("dtype", MODEL_DTYPE)
+    if dtype != MODEL_DTYPE and dtype not in DTYPE_BITS:
+        raise _bad(where, "unknown dtype", ", ".join((MODEL_DTYPE, *DTYPE_BITS)), dtype)
+
+
 def _extents(value: object, units: object, where: str) -> tuple[Extent, ...]:
     texts = value if isinstance(value, list) else [value]
     unit_texts = units if isinstance(units, list) else [units] * len(texts)
@@ -236,8 +275,10 @@ def _engine_rules(
     modules, fused = {}, {}
     for key, facts in data.items():
         if key == "fused":
-            for fused_name, fused_facts in facts.items():
-                _only(fused_facts, frozenset({"rows_multiple", "why"}), f"{where}.fused.{fused_name}")
+            for fused_name, fused_facts in _table(facts, f"{where}.fused").items():
+                at = f"{where}.fused.{fused_name}"
+                _only(_table(fused_facts, at), frozenset({"rows_multiple", "why"}), at)
+                _needs(fused_facts, ("rows_multiple", "why"), at)
                 fused[fused_name] = FusedRule(
                     rows_multiple=compile_expression(str(fused_facts["rows_multiple"]), where=where),
                     why=fused_facts["why"],
@@ -248,7 +289,7 @@ def _engine_rules(
 
 
 def _engine_rule(facts: dict[str, Any], where: str) -> EngineRule:
-    _only(facts, _ENGINE_KEYS, where)
+    _only(_table(facts, where), _ENGINE_KEYS, where)
     return EngineRule(
         replicas=_expr(facts.get("replicas"), where),
         whole_if=_expr(facts.get("whole_if"), where),
@@ -263,6 +304,7 @@ def _engine_rule(facts: dict[str, Any], where: str) -> EngineRule:
 def _index(value: object, where: str) -> IndexRule:
     if isinstance(value, dict):
         _only(value, frozenset({"start", "count"}), where)
+        _needs(value, ("count",), where)
         return IndexRule(start=_expr(value.get("start"), where), count=compile_expression(str(value["count"]), where=where))
     return IndexRule(count=compile_expression(str(value), where=where))
 
@@ -282,6 +324,31 @@ def _named(text: str, names: Mapping[str, str]) -> str:
 
 def _path(text: str) -> tuple[str, ...]:
     return tuple(text.split(".")) if text else ()
+
+
+def _table(value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _bad(where, "not a table", "a table", type(value).__name__)
+    return value
+
+
+def _list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _bad(where, "not a list", "a list", type(value).__name__)
+    return value
+
+
+def _texts(table: dict[str, Any], where: str) -> dict[str, str]:
+    for key, value in table.items():
+        if not isinstance(value, str):
+            raise _bad(f"{where}.{key}", "not a text", "a text", value)
+    return table
+
+
+def _needs(table: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+    missing = [key for key in keys if key not in table]
+    if missing:
+        raise _bad(where, "missing key", ", ".join(keys), "none of " + ", ".join(missing))
 
 
 def _only(data: dict[str, Any], allowed: frozenset[str], where: str) -> None:
