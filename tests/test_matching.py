@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tonnage.assignment import Assignment, assign_blueprint
 from tonnage.checkpoint.config import parse_config
+from tonnage.checkpoint.recognise import AUXILIARY, SUFFIXES
 from tonnage.checkpoint.skeletons import HeaderReader, ShardHeader
 from tonnage.errors import CheckpointError
 from tonnage.formats.dtypes import DTYPE_BITS
@@ -117,7 +118,9 @@ def moe_exl3(words: Mapping[str, int] | None = None, default: int = 32) -> Tenso
     return tensors
 
 
-def header(tensors: Tensors, *, shard_file: str = "model.safetensors", reader: HeaderReader | None = None) -> ShardHeader:
+def header(
+    tensors: Tensors, *, shard_file: str = "model.safetensors", reader: HeaderReader | None = None
+) -> ShardHeader:
     entries, offset = {}, 0
     for name, (dtype, shape) in tensors.items():
         end = offset + prod(shape) * DTYPE_BITS[dtype] // 8
@@ -355,7 +358,9 @@ def test_unexpected_tensor_is_named(
 
 def test_expert_beyond_the_range_does_not_make_up_for_a_missing_one() -> None:
     tensors = moe_bf16()
-    tensors["model.layers.1.mlp.experts.4.gate_proj.weight"] = tensors.pop("model.layers.1.mlp.experts.2.gate_proj.weight")
+    tensors["model.layers.1.mlp.experts.4.gate_proj.weight"] = tensors.pop(
+        "model.layers.1.mlp.experts.2.gate_proj.weight"
+    )
     lines = refusal(MOE, tensors)
     assert any("experts.2.gate_proj.weight: missing tensor" in line for line in lines)
     assert any("experts.4.gate_proj.weight: unexpected tensor" in line for line in lines)
@@ -428,7 +433,9 @@ def test_one_harmed_tensor_is_refused_by_its_name(case: str, pick: int, harm: st
     config, tensors = COMPLETE[case]
     names = list(tensors)
     name = names[pick % len(names)]
-    assume(not (harm in ("drop", "rename") and name.endswith(".mul1")))  # legal: then it is another codebook, which a note says
+    assume(
+        not (harm in ("drop", "rename") and name.endswith(".mul1"))
+    )  # legal: then it is another codebook, which a note says
     dtype, shape = tensors[name]
     harmed = dict(tensors)
     del harmed[name]
@@ -496,3 +503,45 @@ def test_swapped_projector_layers_are_misshapen_and_a_third_is_unexpected() -> N
     assert f"checkpoint: {first}: misshapen tensor; expected BF16 [4096, 4096]; found BF16 [7168, 4096]" in lines
     assert f"checkpoint: {second}: misshapen tensor; expected BF16 [7168, 4096]; found BF16 [4096, 4096]" in lines
     assert any("mm_projector.proj.1.weight: unexpected tensor" in line for line in lines)
+
+
+# --- anything at all ---------------------------------------------------------------------------------------------------
+
+strange_names = st.builds(
+    "{}{}".format,
+    st.sampled_from(
+        [
+            "model.layers.0.self_attn.q_proj",
+            "model.layers.1.mlp.experts.2.up_proj",
+            "model.layers.1.mlp.experts.9.up_proj",
+            "model.layers.7.mlp.gate",
+            "lm_head",
+            "model.norm.weight",
+            "model.layers.0",
+            "experts",
+            "1",
+            "",
+        ]
+    ),
+    st.sampled_from([*SUFFIXES, *AUXILIARY, ".old", ".0", "."]),
+).filter(bool)
+strange_kinds = st.tuples(
+    st.sampled_from(sorted(DTYPE_BITS)), st.lists(st.sampled_from([0, 1, 8, 16, 64, 128]), max_size=4)
+).filter(lambda kind: prod(kind[1]) * DTYPE_BITS[kind[0]] % 8 == 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    case=st.sampled_from(sorted(COMPLETE)),
+    strange=st.dictionaries(strange_names, strange_kinds, min_size=1, max_size=6),
+    alone=st.booleans(),
+)
+def test_any_tensors_are_assigned_to_the_byte_or_refused(case: str, strange: Tensors, alone: bool) -> None:
+    config, tensors = COMPLETE[case]
+    stored = strange if alone else {**tensors, **strange}
+    try:
+        assignment = match(config, stored)
+    except CheckpointError:
+        return
+    assert assignment.tensors == len(stored)
+    assert assignment.payload_bytes == nbytes(stored)

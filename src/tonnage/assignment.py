@@ -149,5 +149,5 @@ def fmt_grain() -> int:
 def _converted(entry: Assigned, fmt: StorageFormat) -> Assigned:
     if not is_convertible(entry):
         return entry
-    stored = stored_tensors(entry.module, fmt, entry.stored[0].dtype)
-    return replace(entry, fmt=fmt, stored=stored, converted_from=entry.instance_bytes)
+    made = stored_tensors(entry.module, fmt, entry.stored[0].dtype)[: len(fmt.parts)]
+    return replace(entry, fmt=fmt, stored=(*made, *entry.stored[1:]), converted_from=entry.instance_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from tonnage.assignment import Assignment, is_convertible
@@ -12,6 +13,8 @@ from tonnage.recipes.schema import ROLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+BF16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +73,15 @@ def inspect_assignment(assignment: Assignment) -> Inspection:
 
 
 def counted_bytes(assignment: Assignment) -> tuple[int, int]:
-    """Return the BF16 bytes of counted projections and of the latent pair, as far as they are stored plain."""
+    """Return the BF16 bytes of counted projections and of the latent pair, as far as they are stored plain.
+
+    Two bytes per element, whatever float they are stored in: that is what a credit is a fraction of.
+    """
     counted = {"projection": 0, "latent": 0}
     for entry in assignment.entries:
         credit = entry.module.rule.credit
         if credit is not None and entry.fmt.is_plain:
-            counted[credit] += entry.instances * entry.stored[0].nbytes
+            counted[credit] += entry.instances * BF16_BYTES * prod(entry.stored[0].shape)
     return counted["projection"], counted["latent"]
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tonnage.assignment import Assigned, Assignment
 from tonnage.checkpoint.recognise import AUXILIARY, SUFFIXES
 from tonnage.checkpoint.tally import Kind, Kinds, Masker, matching_names, tally
-from tonnage.errors import CheckpointError, Problem, TonnageError
+from tonnage.errors import CheckpointError, Problem
 from tonnage.recipes.blueprint import Blueprint, Module, masked, spells_number, stored_tensors
 from tonnage.recognition import Recognised, explain, recognise
 
@@ -129,7 +129,7 @@ class _Matcher:
     def _mixed(
         self, by_module: Mapping[str, Mapping[int | None, Mapping[str, Kinds]]]
     ) -> dict[tuple[str, int | None], dict[tuple[int, ...], dict[str, Kind]]]:
-        """Return per-instance kinds where the instances of one layer are not stored alike (mixed rates, or incomplete)."""
+        """Return per-instance kinds where the instances of one layer are not stored alike (mixed, or incomplete)."""
         wanted: dict[str, str] = {}
         keys: set[tuple[str, int | None]] = set()
         for base, layers in by_module.items():
@@ -165,7 +165,9 @@ class _Matcher:
                     self._whole_layer_is_missing(module, first)
                 continue
             for instance in self._instances(module, first, suffixes, mixed.get((base, first))):
-                groups.setdefault((instance.kept, instance.members, instance.copies), []).append(-1 if first is None else first)
+                groups.setdefault((instance.kept, instance.members, instance.copies), []).append(
+                    -1 if first is None else first
+                )
         for (kept, members, copies), numbers in groups.items():
             known = self._format(module, kept)
             if known is None:
@@ -176,7 +178,9 @@ class _Matcher:
                 self._notes.append(f"{module.rule.pattern}: config states {module.fmt.name}, stored as {fmt.name}")
             marker = f".{self._blueprint.scheme.codebook}"
             if fmt.name.startswith("exl3_") and marker in (".mcg", ".mul1") and marker not in dict(kept):
-                self._notes.append(f"{module.rule.pattern}: config states codebook {marker[1:]}, stored without its marker")
+                self._notes.append(
+                    f"{module.rule.pattern}: config states codebook {marker[1:]}, stored without its marker"
+                )
             yield Assigned(
                 module=module,
                 fmt=fmt,
@@ -239,7 +243,9 @@ class _Matcher:
         """Name the tensors of a layer's first instance, and say how many there are."""
         if not module.copies:
             return
-        what = self._is_missing(module) + (f" (and {module.copies} such tensors on this layer)" if module.copies > 1 else "")
+        what = self._is_missing(module) + (
+            f" (and {module.copies} such tensors on this layer)" if module.copies > 1 else ""
+        )
         names = [_name(module, first, tuple(r[0] for r in module.rest)) + suffix for suffix in self._suffixes(module)]
         self._missing.add(len(names), (_problem(name, what) for name in names))
 
@@ -279,7 +285,7 @@ class _Matcher:
         self._missing.add(missing, (_problem(name, "missing tensor") for name in names))
 
     def _not_a_format(self, module: Module, kept: Kept, firsts: Sequence[int], members: tuple[int, ...]) -> None:
-        """Say what keeps the tensors from being a storage format, on every layer and for every expert they stand for."""
+        """Say what keeps the tensors from being a storage format, on every layer and for every expert."""
         layers: Sequence[int | None] = firsts if module.first else (None,)
         rests = [(member,) for member in members] if members else product(*module.rest)
         for odd in explain(module, dict(kept), self._blueprint.config.dtype):
@@ -306,11 +312,15 @@ class _Matcher:
             yield Problem(
                 where="checkpoint",
                 tensor=name.replace("#", str(first), 1).replace("#", "*"),
-                what="unexpected tensor: the recipe has no such module" if first is None or name not in allowed else "unexpected tensor on this layer",
+                what="unexpected tensor: the recipe has no such module"
+                if first is None or name not in allowed
+                else "unexpected tensor on this layer",
                 found=f"{kind.dtype} {list(kind.shape)}" if kind else None,
             )
         if len(strangers) > MOST_NAMED:
-            yield Problem(where="checkpoint", what=f"and {len(strangers) - MOST_NAMED} more kinds of unexpected tensors")
+            yield Problem(
+                where="checkpoint", what=f"and {len(strangers) - MOST_NAMED} more kinds of unexpected tensors"
+            )
 
 
 def _within(numbers: tuple[int, ...], module: Module) -> bool:

@@ -78,9 +78,13 @@ class Placement:
         """Return how many times a stage holds an extra."""
         return sum(layer in self.stages[pp_rank] for layer in extra.first)
 
+    def module_bytes(self, pp_rank: int, tp_rank: int) -> int:
+        """Return the bytes of all placed modules on one rank: without what the engine adds, and without slots."""
+        return sum(self.multiplicity(p, pp_rank) * p.shares[tp_rank].held_bytes for p in self.placed)
+
     def rank_bytes(self, pp_rank: int, tp_rank: int) -> int:
         """Return all bytes one rank holds."""
-        held = sum(self.multiplicity(p, pp_rank) * p.shares[tp_rank].held_bytes for p in self.placed)
+        held = self.module_bytes(pp_rank, tp_rank)
         added = sum(self.extra_multiplicity(extra, pp_rank) * extra.nbytes for extra in self.extras)
         return held + added + self.slot_bytes(pp_rank, tp_rank)
 

@@ -13,10 +13,13 @@ from tonnage.checkpoint.recognise import AUXILIARY, EXL3_SUFFIXES, PLAIN_DTYPES,
 from tonnage.checkpoint.tally import Kind
 from tonnage.errors import TonnageError
 from tonnage.formats.quantized import exl3
-from tonnage.formats.storage import StorageFormat
+from tonnage.formats.storage import Dim, StorageFormat
 from tonnage.recipes.blueprint import Module, Stored, stored_tensors
 
 Recognised = tuple[StorageFormat, tuple[Stored, ...]]
+_ONE = (Dim("none", 1),)
+"""The axis of a scalar stored as a vector of one."""
+
 RATES = "[in / 16, out / 16, 16 x bits], bits 1..8, or 1.5, 2.5, 3.5 with codebook mul1"
 
 
@@ -51,7 +54,7 @@ def recognise(module: Module, found: Mapping[str, Kind], model_dtype: str) -> Re
 
 
 def explain(module: Module, found: Mapping[str, Kind], model_dtype: str) -> tuple[Odd, ...]:
-    """Return what keeps the tensors found from being a module: the fewest differences to any format, stated one first."""
+    """Return what keeps the tensors found from being a module: the fewest differences to any format."""
     options = [_differences(module, fmt, found, model_dtype) for fmt in (module.fmt, *_nearest(module, found))]
     best = min(filter(None, options), key=len, default=())
     return best or tuple(Odd(suffix, None, kind) for suffix, kind in sorted(found.items()))
@@ -117,19 +120,21 @@ def _as_stored(
 def _auxiliary(found: Mapping[str, Kind]) -> tuple[Stored, ...]:
     """Return the scalars of quantised KV caches that stand beside a projection."""
     return tuple(
-        Stored(suffix=suffix, dtype=found[suffix].dtype, shape=found[suffix].shape, dims=())
+        Stored(
+            suffix=suffix, dtype=found[suffix].dtype, shape=found[suffix].shape, dims=_ONE[: len(found[suffix].shape)]
+        )
         for suffix in AUXILIARY
         if suffix in found and found[suffix].shape in ((), (1,))
     )
 
 
 def _as_found(tensor: Stored, found: Mapping[str, Kind], fmt: StorageFormat) -> Stored:
-    """Take over what formats leave open: the float dtype of plain weights, biases and scales, and ``[1]`` for a scalar."""
+    """Take over what formats leave open: the float dtype of weights, biases and scales, ``[1]`` for a scalar."""
     kind = found.get(tensor.suffix)
     if kind is None:
         return tensor
     if tensor.shape == () and kind.shape == (1,):
-        tensor = replace(tensor, shape=(1,))
+        tensor = replace(tensor, shape=(1,), dims=_ONE)
     floats = frozenset(PLAIN_DTYPES)
     if tensor.dtype in floats and kind.dtype in floats and (fmt.is_plain or tensor.suffix not in (".suh", ".svh")):
         return replace(tensor, dtype=kind.dtype)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+CACHE = tempfile.TemporaryDirectory()  # vLLM notes there what it has found out about its models
 SETTINGS = {
+    "VLLM_CACHE_ROOT": CACHE.name,
     "HF_HUB_OFFLINE": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",

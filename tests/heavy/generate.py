@@ -1,6 +1,7 @@
-"""Load a checkpoint with vLLM on the CPU and print what it makes of the tokens given: greedy, as JSON.
+"""Load a checkpoint with vLLM on the CPU and print how it goes on, greedily.
 
-Run: python generate.py CHECKPOINT COUNT TOKEN...
+Run: python generate.py CHECKPOINT COUNT PROMPT...
+Prompts and answers are JSON lists of token numbers.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from vllm import LLM, SamplingParams, TokensPrompt
 KV_CACHE_BYTES = 128 << 20
 
 
-def main(checkpoint: str, count: str, *tokens: str) -> None:
-    """Generate ``count`` tokens."""
+def main(checkpoint: str, count: str, *prompts: str) -> None:
+    """Generate ``count`` tokens for every prompt."""
     engine = LLM(
         model=checkpoint,
         skip_tokenizer_init=True,
@@ -23,10 +24,10 @@ def main(checkpoint: str, count: str, *tokens: str) -> None:
         kv_cache_memory_bytes=KV_CACHE_BYTES,
         disable_log_stats=True,
     )
-    prompt = TokensPrompt(prompt_token_ids=[int(token) for token in tokens])
+    tokens = [TokensPrompt(prompt_token_ids=json.loads(prompt)) for prompt in prompts]
     sampling = SamplingParams(temperature=0, max_tokens=int(count), detokenize=False)
-    (answer,) = engine.generate(prompt, sampling, use_tqdm=False)
-    print(json.dumps(list(answer.outputs[0].token_ids)))  # noqa: T201 - the result
+    for answer in engine.generate(tokens, sampling, use_tqdm=False):
+        print(json.dumps(list(answer.outputs[0].token_ids)))  # noqa: T201 - the result
 
 
 if __name__ == "__main__":

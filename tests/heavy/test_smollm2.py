@@ -64,11 +64,19 @@ def test_plan_equals_vllm_classes(checkpoint: Path, tp: int):
     assert [rank.weights_bytes for rank in plan.ranks] == allocated
 
 
-def test_vllm_loads_it_and_it_knows_the_capital_of_france(weights: Weights, checkpoint: Path):
-    prompt = weights.token_ids("The", "Ġcapital", "Ġof", "ĠFrance", "Ġis")
-    command = [sys.executable, GENERATE, checkpoint, "1", *map(str, prompt)]
+def test_vllm_loads_it_and_it_makes_sense(weights: Weights, checkpoint: Path):
+    """A wrong order of query and key rows still knows the capital, but not which letter is next."""
+    prompts = {
+        ("The", "Ġcapital", "Ġof", "ĠFrance", "Ġis"): ["ĠParis"],
+        ("A", "ĠB", "ĠC", "ĠD", "ĠE"): ["ĠF", "ĠG", "ĠH", "ĠI"],
+    }
+    asked = [json.dumps(weights.token_ids(*prompt)) for prompt in prompts]
 
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        [sys.executable, GENERATE, checkpoint, "5", *asked], capture_output=True, text=True, check=False
+    )
 
     assert answer.returncode == 0, answer.stderr
-    assert json.loads(answer.stdout.splitlines()[-1]) == weights.token_ids("ĠParis")
+    found = [json.loads(line) for line in answer.stdout.splitlines()[-len(prompts) :]]
+    expected = [weights.token_ids(*tokens) for tokens in prompts.values()]
+    assert [tokens[: len(wanted)] for tokens, wanted in zip(found, expected, strict=True)] == expected

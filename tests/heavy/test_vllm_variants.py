@@ -92,7 +92,6 @@ NOT_EQUAL_YET = {
     ("fp8 tensor, static", EXPERTS): "the input scale of gate and up is held once",
     ("compressed fp8 tensor", EXPERTS): "the input scale of gate and up is held once",
     ("awq", EXPERTS, 4): WIDTH + ": vLLM regroups by 64",
-    ("compressed int4", EXPERTS, 4): WIDTH + ": vLLM refuses",
     ("compressed fp8 block", EXPERTS, 4): WIDTH + ": vLLM refuses",
 }
 """Method and config, perhaps the tensor-parallel size, for which a plan differs."""
@@ -107,7 +106,9 @@ def methods() -> list[Any]:
             name,
             where,
             id=f"{method} {name} tp={where.tp}{' ep' if where.ep else ''}",
-            marks=[pytest.mark.xfail(reason=gap)] if (gap := known_gap(method, name, where)) else [],
+            marks=[pytest.mark.xfail(reason=gap, raises=AssertionError)]
+            if (gap := known_gap(method, name, where))
+            else [],
         )
         for method in METHODS
         for name, ranks in topologies.items()
@@ -129,5 +130,8 @@ def test_plan_of_a_further_family_equals_vllm(path: Path, where: Rank):
 @pytest.mark.parametrize(("method", "name", "where"), methods())
 def test_plan_of_a_further_method_equals_vllm(method: str, name: str, where: Rank):
     config = json.loads((CONFIGS / f"{name}.json").read_text())
+    quantization = METHODS[method]
+    if method == "awq" and name == EXPERTS:  # excluded by a part of the name, which is one of gate_proj as well
+        quantization = {**quantization, "modules_to_not_convert": ["mlp.gate"]}
 
-    assert_same({**config, "quantization_config": METHODS[method]}, where)
+    assert_same({**config, "quantization_config": quantization}, where)

@@ -68,7 +68,7 @@ def parse_config(
     """Return the config as a value.
 
     Raises:
-        ConfigError: ``model_type`` or ``architectures`` have the wrong type or are both missing, or the dtype is unknown.
+        ConfigError: ``model_type`` or ``architectures`` have the wrong type or are both missing; the dtype is unknown.
     """
     model_type = fields.get("model_type")
     architectures = fields.get("architectures") or []
@@ -90,7 +90,7 @@ def parse_config(
 
 
 def _dtype(fields: Mapping[str, Any]) -> str:
-    """Return the checkpoint's dtype: ``dtype`` or ``torch_dtype``, outer or of the text part; BF16 where none is given."""
+    """Return the checkpoint's dtype: ``dtype`` or ``torch_dtype``, outer or of the text part; else BF16."""
     text = fields.get("text_config")
     for scope in (fields, text if isinstance(text, dict) else {}):
         for key in ("dtype", "torch_dtype"):

@@ -1,9 +1,9 @@
 """Regular expressions from a stranger's config, matched against module names in bounded time.
 
-``re`` backtracks, and a pattern such as ``(.|..)+x`` keeps it busy for ages. Here a pattern walks the *set* of positions
-it can have reached, one bit each, so that every part of it looks at a position once. The language is the part of
-Python's that quantisation configs use: literals, ``.``, classes, groups, ``|``, ``* + ? {m,n}``, ``^ $``, lookahead.
-Anything else is refused, never guessed.
+``re`` backtracks, and a pattern such as ``(.|..)+x`` keeps it busy for ages. Here a pattern walks the *set* of
+positions it can have reached, one bit each, so that every part of it looks at a position once. The language is the
+part of Python's that quantisation configs use: literals, ``.``, classes, groups, ``|``, ``* + ? {m,n}``, ``^ $`` and
+lookahead. Anything else is refused, never guessed.
 
 Source:
     Thompson, "Regular expression search algorithm", Communications of the ACM 11(6), 1968, for walking sets.
@@ -227,7 +227,7 @@ class _Parser:
         return lambda c: any(test(c) for test in tests) is not negated
 
     def _class_item(self, tests: list[Callable[[str], bool]]) -> str:
-        """Return one character, or add a class such as ``\\d`` to the tests and return nothing."""
+        """Return one character, or add a class such as a digit to the tests and return nothing."""
         character = self._peek()
         self.at += 1
         if character != "\\":

@@ -43,8 +43,8 @@ class QuantScheme:
     """Formats by module name, first match wins.
 
     Attributes:
-        method: ``quant_method`` as written, lower case; ``none`` without quantisation; ``modelopt_mixed`` where modelopt
-            lists formats layer by layer.
+        method: ``quant_method`` as written, lower case; ``none`` without quantisation; ``modelopt_mixed`` where
+            modelopt lists formats layer by layer.
         rules: Pairs of a name test and a format.
         kv_scales: The config declares a quantised KV cache, so attention layers carry scale scalars.
         notes: What was ignored, and why.
@@ -141,7 +141,7 @@ def _mxfp8_native(stated: Mapping[str, Any]) -> QuantScheme:
     return QuantScheme(method="mxfp8", rules=((named_inside(ignored), PLAIN), (NOT_HEAD, fmt)))
 
 
-def _mxfp4_experts(stated: Mapping[str, Any]) -> QuantScheme:
+def _mxfp4_experts(_stated: Mapping[str, Any]) -> QuantScheme:
     fmt = q.mxfp4_blocks()
     return QuantScheme(method="mxfp4", rules=((EXPERTS, fmt),))
 
@@ -171,28 +171,34 @@ def _ct_format(group: Mapping[str, Any], fmt: str, key: str) -> StorageFormat:
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     size = weights.get("group_size")
     acts = group.get("input_activations")
-    static = isinstance(acts, dict) and acts.get("dynamic") is False
+    found: StorageFormat | None = None
     if (bits, kind) == (8, "float"):
-        if strategy == "tensor":
-            return q.fp8_tensor(input_scale=static)
-        if strategy == "channel":
-            return q.fp8_channel()
-        if strategy == "block":
-            return q.fp8_block(*_pair(weights.get("block_structure")), suffix=".weight_scale")
-        if strategy == "group" and size == q.MX_BLOCK:
-            return q.mxfp8()
-    if (bits, kind) == (4, "float"):
-        if size == q.NVFP4_BLOCK:
-            return q.nvfp4("compressed-tensors", input_scale=isinstance(acts, dict))
-        if size == q.MX_BLOCK and "mxfp4" in fmt:
-            return q.mxfp4()
-    if kind == "int" and isinstance(bits, int) and fmt == "pack-quantized" and strategy == "group":
-        return q.int_packed(bits, _positive(size), symmetric=bool(weights.get("symmetric", True)))
-    raise _refusal(
-        f"{key}: unknown weights",
-        "fp8 tensor, channel or block; mxfp8; mxfp4; nvfp4; int pack-quantized by group",
-        f"num_bits {shown(bits)}, type {shown(kind)}, strategy {shown(strategy)}, group_size {shown(size)}, format {fmt}",
-    )
+        found = _ct_fp8(weights, static=isinstance(acts, dict) and acts.get("dynamic") is False)
+    elif (bits, kind) == (4, "float") and size == q.NVFP4_BLOCK:
+        found = q.nvfp4("compressed-tensors", input_scale=isinstance(acts, dict))
+    elif (bits, kind) == (4, "float") and size == q.MX_BLOCK and "mxfp4" in fmt:
+        found = q.mxfp4()
+    elif kind == "int" and isinstance(bits, int) and fmt == "pack-quantized" and strategy == "group":
+        found = q.int_packed(bits, _positive(size), symmetric=bool(weights.get("symmetric", True)))
+    if found is None:
+        facts = (("num_bits", bits), ("type", kind), ("strategy", strategy), ("group_size", size), ("format", fmt))
+        raise _refusal(
+            f"{key}: unknown weights",
+            "fp8 tensor, channel or block; mxfp8; mxfp4; nvfp4; int pack-quantized by group",
+            ", ".join(f"{name} {shown(value)}" for name, value in facts),
+        )
+    return found
+
+
+def _ct_fp8(weights: Mapping[str, Any], *, static: bool) -> StorageFormat | None:
+    strategy = weights.get("strategy")
+    if strategy == "tensor":
+        return q.fp8_tensor(input_scale=static)
+    if strategy == "channel":
+        return q.fp8_channel()
+    if strategy == "block":
+        return q.fp8_block(*_pair(weights.get("block_structure")), suffix=".weight_scale")
+    return q.mxfp8() if strategy == "group" and weights.get("group_size") == q.MX_BLOCK else None
 
 
 def _modelopt(stated: Mapping[str, Any]) -> QuantScheme:

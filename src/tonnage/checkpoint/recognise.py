@@ -1,7 +1,7 @@
 """From the tensors stored for one linear weight back to its storage format.
 
-The suffixes found pick the candidates, the shapes decide: a candidate is the format only if it would store exactly these
-tensors with exactly these dtypes and shapes.
+The suffixes found pick the candidates, the shapes decide: a candidate is the format only if it would store exactly
+these tensors with exactly these dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ E8M0_DTYPES = ("U8", "F8_E8M0")
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 SUFFIXES = (
-    "", ".weight", ".bias", "_bias", "_blocks", "_scales", ".weight_scale", ".weight_scale_inv", ".scale", ".input_scale",
-    ".weight_scale_2", ".weight_packed", ".weight_global_scale", ".input_global_scale", ".weight_zero_point", ".weight_shape",
-    ".qweight", ".qzeros", ".scales", ".g_idx", ".trellis", ".suh", ".svh", ".su", ".sv", ".mcg", ".mul1",
+    "", ".weight", ".bias", "_bias", "_blocks", "_scales", ".weight_scale", ".weight_scale_inv", ".scale",
+    ".input_scale", ".weight_scale_2", ".weight_packed", ".weight_global_scale", ".input_global_scale",
+    ".weight_zero_point", ".weight_shape", ".qweight", ".qzeros", ".scales", ".g_idx",
+    ".trellis", ".suh", ".svh", ".su", ".sv", ".mcg", ".mul1",
 )  # fmt: skip
 """Everything a storage format here puts behind a module's name."""
 
@@ -109,7 +110,9 @@ def _int_words(stored: Mapping[str, Kind], out: int, in_: int) -> Iterator[Stora
 def _exl3(stored: Mapping[str, Kind]) -> Iterator[StorageFormat]:
     shape = stored[".trellis"].shape
     if len(shape) == 3 and shape[2] % 8 == 0:
-        codebook: Literal["3inst", "mcg", "mul1"] = "mcg" if ".mcg" in stored else "mul1" if ".mul1" in stored else "3inst"
+        codebook: Literal["3inst", "mcg", "mul1"] = (
+            "mcg" if ".mcg" in stored else "mul1" if ".mul1" in stored else "3inst"
+        )
         try:
             yield q.exl3(shape[2] // 8, codebook=codebook, legacy_signs=".su" in stored)
         except TonnageError:

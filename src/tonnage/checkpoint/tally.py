@@ -1,9 +1,9 @@
 """Half a million tensor names to a few thousand counts, without losing what can be wrong.
 
 Every name is split into a masked name (``#`` for every number between dots), its first number (the layer) and the rest
-(the expert). Tensors that agree in masked name, first number, dtype and shape are counted together. A header shared by many
-files (:mod:`tonnage.checkpoint.skeletons`) is counted once. Names are distinct by then, so a count that reaches the number of
-instances, with no number beyond their range, means that all of them are there.
+(the expert). Tensors that agree in masked name, first number, dtype and shape are counted together. A header shared by
+many files (:mod:`tonnage.checkpoint.skeletons`) is counted once. Names are distinct by then, so a count that reaches
+the number of instances, with no number beyond their range, means that all of them are there.
 """
 
 from __future__ import annotations

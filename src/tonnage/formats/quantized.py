@@ -86,7 +86,9 @@ def nvfp4(style: Literal["modelopt", "compressed-tensors"], *, input_scale: bool
     )
 
 
-def fp8_block(block_out: int, block_in: int, *, scale_dtype: str = "F32", suffix: str = ".weight_scale_inv") -> StorageFormat:
+def fp8_block(
+    block_out: int, block_in: int, *, scale_dtype: str = "F32", suffix: str = ".weight_scale_inv"
+) -> StorageFormat:
     """FP8 with one scale per block of outputs x inputs; the last block of an axis may be partial."""
     return StorageFormat(
         name=f"fp8_e4m3_block{block_out}x{block_in}",
@@ -167,7 +169,9 @@ def awq(bits: int, group: int) -> StorageFormat:
     )
 
 
-def exl3(rate_times_two: int, *, codebook: Literal["3inst", "mcg", "mul1"], legacy_signs: bool = False) -> StorageFormat:
+def exl3(
+    rate_times_two: int, *, codebook: Literal["3inst", "mcg", "mul1"], legacy_signs: bool = False
+) -> StorageFormat:
     """EXL3 (exllamav3): trellis tiles of 16 x 16, rotation vectors per input and output channel, a codebook marker.
 
     Raises:
@@ -203,5 +207,7 @@ def exl3(rate_times_two: int, *, codebook: Literal["3inst", "mcg", "mul1"], lega
 def _codes_per_word(bits: int) -> int:
     """Return how many codes one 32-bit word holds."""
     if bits not in (2, 4, 8):
-        raise UnknownFormatError(Problem(where="int format", what="unknown width", expected="2, 4 or 8 bits", found=str(bits)))
+        raise UnknownFormatError(
+            Problem(where="int format", what="unknown width", expected="2, 4 or 8 bits", found=str(bits))
+        )
     return 32 // bits

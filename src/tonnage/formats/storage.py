@@ -2,8 +2,8 @@
 
 A format is data. Each of its parts names a stored tensor by suffix, its dtype, and for every stored axis which logical
 axis it walks (``out`` or ``in`` of a ``[out, in]`` weight) and how many logical elements one stored index covers. From
-that alone follow the stored shapes, the exact bytes, and what a cut of the logical weight means for every stored tensor.
-The formats themselves are in the sibling modules.
+that alone follow stored shapes, exact bytes, and what a cut of the logical weight means for every stored tensor. The
+formats themselves are in the sibling modules.
 """
 
 from __future__ import annotations

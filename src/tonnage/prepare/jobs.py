@@ -1,14 +1,15 @@
 """What preparation does, as values: the seam between the schedule that decides and the worker that moves bytes.
 
-A :class:`Job` turns some tensors of one source file into one file per rank. It is the unit of parallel work and of resuming:
-its output files exist under their final names whole, or not at all. Within a job, steps run in the order of the outputs, so
-that every output is written from front to back and its digest is known when the last byte is out.
+A :class:`Job` turns some tensors of one source file into one file per rank. It is the unit of parallel work and of
+resuming: its output files exist under their final names whole, or not at all. Within a job, steps run in the order of
+the outputs, so that every output is written from front to back and its digest is known when the last byte is out.
 
 A step reads one source tensor once, window by window along its first stored axis, and hands every rank its part.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,7 +53,8 @@ class Take:
         ranges: Stored indices taken on that axis, in output order; a converted tensor counts elements of the source.
         begin: Offset of the taken bytes in the output's payload; of the codes, if converted.
         scale_begin: Offset of the scales in the output's payload, if converted.
-        zero_bytes: Zeros after the taken bytes (padding rows); never with ``convert``.
+        zero_bytes: Zeros after what is taken for every index of the axes before the cut one: padding rows, once, on
+            axis 0; padding columns, after every row, on axis 1. Never with ``convert``.
     """
 
     rank: int
@@ -172,13 +174,14 @@ class Schedule:
     """Everything a preparation does.
 
     Attributes:
-        jobs: Independent of each other.
-        files: Small files, written after the last job.
+        jobs: Independent of each other. Made when asked for: a large checkpoint has millions of takes.
+        files: Further files, written after the last job, made when asked for: an index names every tensor of a rank.
+            Small, but for the layer files of a container that stay whole (layout ``hf``).
         ranks: Global ranks that are prepared.
         scale_rule: For converted tensors.
     """
 
-    jobs: tuple[Job, ...]
-    files: tuple[WholeFile, ...]
+    jobs: Sequence[Job]
+    files: Sequence[WholeFile]
     ranks: tuple[int, ...]
     scale_rule: ScaleRule

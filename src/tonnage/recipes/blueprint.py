@@ -1,7 +1,7 @@
 """Recipe and config to modules with numbers: what the checkpoint must hold, before one header is read.
 
-A :class:`Module` is one rule on the layers where its numbers are equal. Its stored tensors follow from its storage format
-(:func:`stored_tensors`); a config alone gives the format the config states, headers give the real one
+A :class:`Module` is one rule on the layers where its numbers are equal. Its stored tensors follow from its storage
+format (:func:`stored_tensors`); a config alone gives the format the config states, headers give the real one
 (:mod:`tonnage.assignment`).
 """
 
@@ -17,7 +17,6 @@ from tonnage.checkpoint.quant import PLAIN, QuantScheme, parse_quantization
 from tonnage.errors import ConfigError, Problem, RecipeError, TonnageError
 from tonnage.formats.dtypes import payload_bytes
 from tonnage.formats.storage import MODEL_DTYPE, Dim, Part, StorageFormat, stored_shape
-
 from tonnage.recipes.loader import families, family_of, load_recipe
 
 if TYPE_CHECKING:
@@ -196,7 +195,9 @@ def draw_blueprint(recipe: Recipe, config: ModelConfig, *, dialect: str = "") ->
     problems: dict[str, Problem] = {}
     for section in recipe.sections:
         try:
-            if all(test.evaluate_bool(config.scope(section.scope[:-1] if section.scope else ())) for test in section.when):
+            if all(
+                test.evaluate_bool(config.scope(section.scope[:-1] if section.scope else ())) for test in section.when
+            ):
                 modules.extend(_section_modules(section, config, scheme, problems))
         except TonnageError as error:
             problems.update((str(p), p) for p in error.problems)
@@ -237,9 +238,7 @@ def stored_tensors(module: Module, fmt: StorageFormat, model_dtype: str) -> tupl
     if module.bias:
         dtype = model_dtype if fmt.bias_dtype == MODEL_DTYPE else fmt.bias_dtype
         suffix = "_bias" if rule.bare else ".bias"
-        tensors.append(
-            Stored(suffix=suffix, dtype=dtype, shape=(*experts, out), dims=(*stack, Dim("out")))
-        )
+        tensors.append(Stored(suffix=suffix, dtype=dtype, shape=(*experts, out), dims=(*stack, Dim("out"))))
     return tuple(tensors)
 
 
@@ -377,7 +376,7 @@ class _Numbers:
             if expression.names & (layered | {"layer"}):
                 layered.add(key)
             else:
-                self._base[key] = self._let(key, expression, self._base)
+                self._base[key] = expression.evaluate(self._base)
         self.layered = frozenset(layered)
 
     def names(self, layer: int | None) -> dict[str, object]:
@@ -423,10 +422,6 @@ class _Numbers:
             rule.bias is not None and rule.bias.evaluate_bool(names),
             rule.optional is not None and rule.optional.evaluate_bool(names),
         )
-
-    @staticmethod
-    def _let(key: str, expression: object, names: dict[str, object]) -> object:
-        return expression.evaluate(names)  # type: ignore[attr-defined]
 
     @staticmethod
     def _runs(extents: tuple[Extent, ...], names: dict[str, object], rule: Rule) -> tuple[Run, ...]:

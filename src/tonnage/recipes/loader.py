@@ -39,12 +39,14 @@ FAMILIES_FILE = "families.toml"
 
 _TABLES = ("names", "refuse", "let", "index", "module", *ENGINES)
 _TOP_KEYS = frozenset({"source", "scope", "names", "refuse", "let", "index", "module", "include", "notes", *ENGINES})
-_RULE_KEYS = frozenset(
-    "role out in shape units split why replicas when bias stack transposed bare dtype quantizes convert credit fused "
-    "stage last_if optional".split()
-)
+_RULE_KEYS = frozenset({
+    "role", "out", "in", "shape", "units", "split", "why", "replicas", "when", "bias", "stack", "transposed", "bare",
+    "dtype", "quantizes", "convert", "credit", "fused", "stage", "last_if", "optional",
+})  # fmt: skip
 _INCLUDE_KEYS = frozenset({"recipe", "names", "scope", "when", "role", *ENGINES})
-_ENGINE_KEYS = frozenset("split replicas whole_if absent_if dtype held copies slice_size stage why".split())
+_ENGINE_KEYS = frozenset({
+    "split", "replicas", "whole_if", "absent_if", "dtype", "held", "copies", "slice_size", "stage", "why",
+})  # fmt: skip
 _FLAGS = frozenset({"replicas", "transposed", "bare", "quantizes", "convert"})
 _TEXTS = frozenset({"role", "why", "dtype", "fused", "split", "stage", "credit"})
 _RECIPE_NAME = re.compile(r"[a-z0-9_]+", re.ASCII)
@@ -73,7 +75,7 @@ def family_of(model_type: str, architectures: tuple[str, ...] = ()) -> str:
     raise UnknownFamilyError(
         Problem(
             where="config.json",
-            what="no recipe for this model family; to add one: src/tonnage/recipes/FAMILY.toml and a line in families.toml",
+            what="no recipe for this model family; to add: src/tonnage/recipes/FAMILY.toml and a line in families.toml",
             expected="a model_type out of `tonnage models`",
             found=f"model_type {model_type!r}, architectures {list(architectures)}",
         )
@@ -208,9 +210,7 @@ def _rule(pattern: str, facts: dict[str, Any], where: str) -> Rule:
     _check_types(facts, where)
     if facts.get("role") not in ROLES:
         raise _bad(where, "unknown role", ", ".join(ROLES), facts.get("role"))
-    for key, allowed in (("split", get_args(Split)), ("stage", get_args(Stage)), ("credit", get_args(Credit))):
-        if key in facts and facts[key] not in allowed:
-            raise _bad(where, f"unknown {key}", ", ".join(allowed), facts[key])
+    _check_choices(facts, where)
     split = facts.get("split", "replicated")
     if ("shape" in facts) == ("out" in facts and "in" in facts):
         raise _bad(where, "wrong facts", "either shape, or out and in", sorted(facts))
@@ -247,6 +247,12 @@ def _rule(pattern: str, facts: dict[str, Any], where: str) -> Rule:
 _PARSED = frozenset({"out", "in", "shape", "units", "when", "bias", "stack", "split", "stage", "last_if", "optional"})
 
 
+def _check_choices(facts: dict[str, Any], where: str) -> None:
+    for key, allowed in (("split", get_args(Split)), ("stage", get_args(Stage)), ("credit", get_args(Credit))):
+        if key in facts and facts[key] not in allowed:
+            raise _bad(where, f"unknown {key}", ", ".join(allowed), facts[key])
+
+
 def _check_types(facts: dict[str, Any], where: str) -> None:
     for key, value in facts.items():
         if key in _FLAGS and not isinstance(value, bool):
@@ -269,9 +275,7 @@ def _extents(value: object, units: object, where: str) -> tuple[Extent, ...]:
     )
 
 
-def _engine_rules(
-    data: dict[str, Any], names: Mapping[str, str], every: EngineRule | None, where: str
-) -> EngineRules:
+def _engine_rules(data: dict[str, Any], names: Mapping[str, str], every: EngineRule | None, where: str) -> EngineRules:
     modules, fused = {}, {}
     for key, facts in data.items():
         if key == "fused":
@@ -290,6 +294,8 @@ def _engine_rules(
 
 def _engine_rule(facts: dict[str, Any], where: str) -> EngineRule:
     _only(_table(facts, where), _ENGINE_KEYS, where)
+    _check_types({key: value for key, value in facts.items() if key in _TEXTS}, where)
+    _check_choices(facts, where)
     return EngineRule(
         replicas=_expr(facts.get("replicas"), where),
         whole_if=_expr(facts.get("whole_if"), where),
@@ -305,7 +311,9 @@ def _index(value: object, where: str) -> IndexRule:
     if isinstance(value, dict):
         _only(value, frozenset({"start", "count"}), where)
         _needs(value, ("count",), where)
-        return IndexRule(start=_expr(value.get("start"), where), count=compile_expression(str(value["count"]), where=where))
+        return IndexRule(
+            start=_expr(value.get("start"), where), count=compile_expression(str(value["count"]), where=where)
+        )
     return IndexRule(count=compile_expression(str(value), where=where))
 
 

@@ -1,0 +1,252 @@
+"""``tonnage prepare``."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from tonnage.cli.options import Json, emit, emit_json, note
+from tonnage.cli.progress import progress
+from tonnage.units import MIB, unit_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from tonnage.api import PlanRequest
+    from tonnage.prepare.preparation import Preparation
+    from tonnage.prepare.request import PrepareOptions
+    from tonnage.prepare.summary import Summary
+
+INTERRUPTED = 130
+TERMINATED = 143
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM arrived."""
+
+
+def prepare(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint directory.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Directory to write: new, empty, or one to be resumed.")
+    ],
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel size.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", help="Expert-parallel size: 1, or the tensor-parallel size.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel size.")] = 1,
+    engine: Annotated[
+        Literal["vllm", "sglang", "exllamav3", "split"],
+        typer.Option("--engine", help="Whose placement rules; split cuts everything that can be cut."),
+    ] = "split",
+    convert: Annotated[
+        Literal["none", "mxfp8"], typer.Option("--convert", help="What becomes of BF16 projections.")
+    ] = "none",
+    layout: Annotated[
+        Literal["tp", "hf"], typer.Option("--layout", help="One directory per rank, or one standard checkpoint.")
+    ] = "tp",
+    quant_style: Annotated[
+        Literal["compressed-tensors", "modelopt"],
+        typer.Option("--quant-style", help="How the config of layout hf states the conversion."),
+    ] = "compressed-tensors",
+    scale_rule: Annotated[
+        Literal["rceil", "floor", "even", "compressed-tensors"],
+        typer.Option("--scale-rule", help="How the largest value of a block becomes its scale."),
+    ] = "rceil",
+    nonfinite: Annotated[
+        Literal["refuse", "keep"], typer.Option("--nonfinite", help="NaN and infinity in tensors to be converted.")
+    ] = "refuse",
+    hash_name: Annotated[
+        Literal["blake3", "sha256"], typer.Option("--hash", help="Digests taken while writing.")
+    ] = "blake3",
+    ranks: Annotated[
+        str | None, typer.Option("--ranks", help="Write only these ranks, such as 0-3 or 0,2; all by default.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes; one per core by default.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start over, whatever was prepared here before.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the files of every rank, exactly as planned: cut, converted if wanted, resumable after anything.
+
+    Example: tonnage prepare ./Llama-3.1-8B --tp 2 --convert mxfp8 -o prepared --dry-run
+    """
+    from tonnage.api import PlanRequest
+    from tonnage.prepare.request import PrepareOptions
+    from tonnage.prepare.run import run_preparation
+    from tonnage.prepare.summary import summary_bytes
+
+    options = PrepareOptions(
+        layout=layout,
+        quant_style=quant_style,
+        scale_rule=scale_rule,
+        nonfinite=nonfinite,
+        hash=hash_name,
+        ranks=_parse_ranks(ranks),
+        workers=workers,
+    )
+    with _interruptible():
+        request = PlanRequest(tp=tp, ep=ep, pp=pp, engine=engine, convert=convert)
+        preparation = _preparation(source, output, request, options)
+        if dry_run:
+            _emit_dry_run(preparation, as_json=as_json)
+            return
+        with progress() as show:
+            summary = run_preparation(preparation, show, force=force)
+    if as_json:
+        emit_json(json.loads(summary_bytes(summary)))
+    else:
+        _emit_summary(preparation, summary)
+
+
+def _preparation(source: str, output: Path, request: PlanRequest, options: PrepareOptions) -> Preparation:
+    from tonnage.api import open_checkpoint
+    from tonnage.assignment import convert_to_mxfp8
+    from tonnage.engines import engine as find_engine
+    from tonnage.errors import CheckpointError, Problem
+    from tonnage.placement import place
+    from tonnage.prepare.request import prepare_placement
+
+    checkpoint = open_checkpoint(source)
+    if checkpoint.headers is None:
+        raise CheckpointError(Problem(where=source, what="no weights to prepare", expected="safetensors files"))
+    assignment = checkpoint.assignment
+    if request.convert == "mxfp8":
+        assignment = convert_to_mxfp8(assignment)
+    placement = place(assignment, request.topology, find_engine(request.engine))
+    return prepare_placement(
+        placement, Path(source), output, options, headers=checkpoint.headers, digest=checkpoint.digest
+    )
+
+
+def _parse_ranks(text: str | None) -> tuple[int, ...] | None:
+    """Return the ranks that ``0-3,6`` names."""
+    from tonnage.errors import Problem, UnitError
+    from tonnage.topology import MOST_RANKS
+
+    if text is None:
+        return None
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        edges = (first, last if dash else first)
+        if not all(edge.isascii() and edge.isdigit() and int(edge) < MOST_RANKS for edge in edges) or int(
+            edges[0]
+        ) > int(edges[1]):
+            expected = "ranks and ranges of ranks, such as 0-3 or 0,2"
+            raise UnitError(Problem(where="--ranks", what="not a list of ranks", expected=expected, found=repr(text)))
+        ranks.update(range(int(edges[0]), int(edges[1]) + 1))
+    return tuple(sorted(ranks))
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM end a preparation as Ctrl-C does: workers gone, nothing half-written under a final name."""
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except KeyboardInterrupt:
+        note("tonnage: interrupted; run the same command again to resume")
+        raise typer.Exit(INTERRUPTED) from None
+    except _TerminatedError:
+        note("tonnage: terminated; run the same command again to resume")
+        raise typer.Exit(TERMINATED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _emit_dry_run(preparation: Preparation, *, as_json: bool) -> None:
+    """Say what would be written; refuse what there is no room for, as a run would."""
+    from tonnage.prepare.checks import (
+        ASSUMED_BYTES_PER_SECOND,
+        check_disk,
+        check_memory,
+        disk_free_bytes,
+        disk_needed_bytes,
+    )
+
+    survey, output = preparation.survey, preparation.setup.output
+    seconds = survey.written_bytes / ASSUMED_BYTES_PER_SECOND
+    needed, free = disk_needed_bytes(survey.outputs), disk_free_bytes(output)
+    rows = [
+        {
+            "rank": rank,
+            "planned_bytes": planned,
+            "payload_bytes": survey.payload_bytes(rank),
+            "files": sum(one.rank == rank for one in survey.outputs),
+        }
+        for rank, planned in preparation.planned_bytes.items()
+    ]
+    if as_json:
+        emit_json(
+            {
+                "schema": "tonnage.prepare-dry-run/1",
+                "ranks": rows,
+                "written_bytes": sum(one.file_bytes for one in survey.outputs),
+                "disk_needed_bytes": needed,
+                "disk_free_bytes": free,
+                "workers": preparation.workers,
+                "peak_memory_bytes": preparation.memory_bytes,
+                "expected_seconds": round(seconds, 1),
+                "assumed_bytes_per_second": ASSUMED_BYTES_PER_SECOND,
+            }
+        )
+    else:
+        _emit_table(rows, ("rank", "planned_bytes", "payload_bytes", "files"))
+        unit, text = unit_for(needed)
+        emit(f"disk: {text(needed)} {unit} needed, {text(free)} {unit} free")
+        emit(f"memory: at most {preparation.memory_bytes // MIB} MiB in {preparation.workers} workers")
+        emit(f"time: about {seconds:.0f} s, at an assumed {ASSUMED_BYTES_PER_SECOND // 10**6} MB/s written")
+        emit("nothing was written (--dry-run)")
+    check_disk(output, survey.outputs)
+    check_memory(preparation.memory_bytes, preparation.workers)
+
+
+def _emit_summary(preparation: Preparation, summary: Summary) -> None:
+    rows = [
+        {
+            "rank": rank.rank,
+            "planned_bytes": rank.planned_bytes,
+            "written_bytes": rank.payload_bytes,
+            "difference": rank.payload_bytes - rank.planned_bytes,
+            "file_bytes": rank.file_bytes,
+            "files": len(rank.files),
+        }
+        for rank in summary.ranks
+    ]
+    _emit_table(rows, tuple(rows[0]))
+    noisy = [tensor for tensor in summary.converted if tensor.sqnr_db is not None]
+    if noisy:
+        worst = min(noisy, key=lambda tensor: tensor.sqnr_db or 0)
+        emit(
+            f"{len(summary.converted)} tensors converted; largest error in {worst.tensor}: SQNR {worst.sqnr_db:.2f} dB"
+        )
+    total = sum(file.file_bytes for file in summary.written)
+    unit, text = unit_for(total)
+    emit(
+        f"{preparation.setup.output}: {text(total)} {unit} in {summary.seconds:.1f} s; planned == written on every rank"
+    )
+
+
+def _emit_table(rows: list[dict[str, int]], columns: tuple[str, ...]) -> None:
+    from rich.table import Table
+
+    from tonnage.report.tables import render
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(f"{row[column]:,}" for column in columns))
+    emit(render(table))

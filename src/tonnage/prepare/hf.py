@@ -1,0 +1,302 @@
+"""The config of an unsharded checkpoint some weights of which were converted: it must say so to whoever loads it.
+
+A config that cannot is refused. What it says is read back with the same parser that reads everybody's configs, and held
+against every module: a list of names that catches one module too many is no config.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+from tonnage.assignment import Assigned, Assignment
+from tonnage.checkpoint.quant import QuantScheme, parse_quantization
+from tonnage.errors import Problem, TonnageError, UnknownFormatError, raise_if_any
+from tonnage.formats.quantized import MX_BLOCK
+from tonnage.recipes.blueprint import Module, masked
+
+QuantStyle = Literal["compressed-tensors", "modelopt"]
+CONFIG_FILE = "config.json"
+HF_QUANT_FILE = "hf_quant_config.json"
+"""Stays behind where the config states a conversion: it would contradict."""
+
+_KEY, _TEXT = "quantization_config", "text_config"
+_GROUP = "mxfp8"
+_FORMAT = "mxfp8-quantized"
+_MIXED = "mixed-precision"
+_LAYERS_PER_ENTRY = 64
+"""Layers written into one pattern: patterns have a length limit."""
+_UNTOUCHED = frozenset({"vision", "projector", "audio", "head"})
+"""Roles the reader of an exl3-v1 checkpoint leaves in BF16 whatever its lists say."""
+_EXPERT_PARTS = "(gate_proj|up_proj|down_proj)"
+_INDEX = re.compile(r"\{[a-z_]+\}")
+_WEIGHTS = {
+    "num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": MX_BLOCK, "dynamic": False,
+    "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
+}  # fmt: skip
+
+_Fields = dict[str, Any]
+
+
+def config_bytes(assignment: Assignment, style: QuantStyle) -> bytes | None:
+    """Return config.json of the converted checkpoint; ``None`` where nothing is converted and the old one is right.
+
+    Raises:
+        UnknownFormatError: In this style no config says how all tensors are stored.
+    """
+    if not any(entry.converted_from for entry in assignment.entries):
+        return None
+    fields = assignment.blueprint.config.fields
+    stated = _stated(fields)
+    statement = _statement(assignment, stated, style)
+    restated = _restated(fields, statement)
+    raise_if_any(UnknownFormatError, _unsaid(assignment, restated, style))
+    return (json.dumps(restated, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _stated(fields: Mapping[str, Any]) -> _Fields | None:
+    """Return what the source config says, wherever it says it."""
+    stated = fields.get(_KEY)
+    text = fields.get(_TEXT)
+    if stated is None and isinstance(text, dict):
+        stated = text.get(_KEY)
+    return stated if isinstance(stated, dict) else None
+
+
+def _restated(fields: Mapping[str, Any], statement: _Fields) -> _Fields:
+    """Return the config with another statement in the place of its own."""
+    restated = {key: value for key, value in fields.items() if not key.startswith("_")}
+    text = fields.get(_TEXT)
+    if fields.get(_KEY) is None and isinstance(text, dict) and text.get(_KEY) is not None:
+        return {**restated, _TEXT: {**text, _KEY: statement}}
+    return {**restated, _KEY: statement}
+
+
+def _statement(assignment: Assignment, stated: _Fields | None, style: QuantStyle) -> _Fields:
+    scheme, config = assignment.blueprint.scheme, assignment.blueprint.config
+    if assignment.container is not None and scheme.method == "exl3" and stated is not None:
+        return _beside_container(assignment, stated)
+    if style == "modelopt" and scheme.method == "none":
+        return _modelopt(assignment)
+    if style == "modelopt" and scheme.method in ("modelopt", "modelopt_mixed"):
+        beside = config.hf_quant.get("quantization") if config.hf_quant else None
+        return _modelopt_mixed(assignment, stated or beside or {})
+    if style == "compressed-tensors" and scheme.method == "none":
+        return _compressed_tensors(assignment, {"config_groups": {}})
+    if style == scheme.method == "compressed-tensors" and stated is not None:
+        return _compressed_tensors(assignment, stated)
+    raise UnknownFormatError(
+        Problem(
+            where=CONFIG_FILE,
+            what=f"no config in the style of {style} states MXFP8 beside what is stored; layout tp needs none",
+            expected=f"a checkpoint that is not quantised, or by {style}",
+            found=scheme.method,
+        )
+    )
+
+
+# --- styles -----------------------------------------------------------------------------------------------------------
+
+
+def _compressed_tensors(assignment: Assignment, stated: _Fields) -> _Fields:
+    """MXFP8 is a group of its own, before those there were. Alone it takes all linear layers, else those converted.
+
+    Source:
+        compressed-tensors 0.20.0 ``quant_scheme.py`` (preset ``MXFP8``), ``config/base.py`` (``mixed-precision``).
+    """
+    before = {
+        key: {**group, "format": group.get("format") or stated.get("format")}
+        for key, group in stated["config_groups"].items()
+    }
+    targets = ["Linear"] if not before else sorted(_ct_names(assignment, lambda entry: bool(entry.converted_from)))
+    group = {
+        "targets": targets,
+        "weights": _WEIGHTS,
+        "input_activations": {**_WEIGHTS, "dynamic": True},
+        "output_activations": None,
+        "format": _FORMAT,
+    }
+    return {
+        **stated,
+        "quant_method": "compressed-tensors",
+        "format": _MIXED if before else _FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {_GROUP: group, **before},
+        "ignore": sorted(_ct_names(assignment, _is_plain)),
+    }
+
+
+def _modelopt(assignment: Assignment) -> _Fields:
+    """Everything but what is excluded.
+
+    Source:
+        nvidia-modelopt 0.47.0 export; vLLM 0.33.0 asks for the last two keys.
+    """
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "MXFP8",
+        "group_size": MX_BLOCK,
+        "kv_cache_quant_algo": None,
+        "exclude_modules": sorted(_wildcards(assignment)),
+    }
+
+
+def _modelopt_mixed(assignment: Assignment, source: Mapping[str, Any]) -> _Fields:
+    """Every module that is not plain is listed with its algorithm; of routed experts, what holds them.
+
+    A list there was is kept and added to.
+
+    Source:
+        nvidia-modelopt 0.47.0 export, ``MIXED_PRECISION`` with ``quantized_layers``.
+    """
+    own = {key: source[key] for key in ("quant_algo", "group_size") if key in source}
+    before: Mapping[str, Any] = source.get("quantized_layers") or {}
+    layers: dict[str, Any] = dict(before)
+    for entry in assignment.entries:
+        if entry.module.rule.is_linear and not entry.fmt.is_plain:
+            for name in _holders(entry):
+                if entry.converted_from:
+                    layers[name] = {"quant_algo": "MXFP8", "group_size": MX_BLOCK}
+                elif not before:
+                    layers[name] = own
+    kept = {key: source.get(key) for key in ("kv_cache_scheme", "producer") if key in source}
+    return {
+        **kept,
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "kv_cache_quant_algo": source.get("kv_cache_quant_algo"),
+        "exclude_modules": sorted(_wildcards(assignment)),
+        "quantized_layers": dict(sorted(layers.items())),
+    }
+
+
+def _beside_container(assignment: Assignment, stated: _Fields) -> _Fields:
+    """The experts stay in their container; dense weights are MXFP8 but for the last components that are listed.
+
+    Raises:
+        UnknownFormatError: A component names converted modules and others.
+    """
+    converted = {_last(entry.module) for entry in assignment.entries if entry.converted_from}
+    kept = {
+        _last(entry.module)
+        for entry in assignment.entries
+        if _is_plain(entry) and entry.module.rule.role not in _UNTOUCHED
+    }
+    raise_if_any(
+        UnknownFormatError,
+        (
+            Problem(where=CONFIG_FILE, tensor=name, what="names weights that are converted and weights that are not")
+            for name in sorted(converted & kept)
+        ),
+    )
+    return {**stated, "dense_format": "mxfp8", "ignored_layers": sorted(kept)}
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def _is_plain(entry: Assigned) -> bool:
+    return entry.module.rule.is_linear and entry.fmt.is_plain
+
+
+def _last(module: Module) -> str:
+    return module.rule.pattern.rpartition(".")[2]
+
+
+def _chosen(
+    assignment: Assignment, chosen: Callable[[Assigned], bool]
+) -> Iterator[tuple[Module, tuple[int, ...] | None]]:
+    """Yield modules of the chosen entries, and their layers where others of the same name are not chosen."""
+    layers: dict[str, list[int]] = {}
+    modules: dict[str, Module] = {}
+    others: set[str] = set()
+    for entry in assignment.entries:
+        name = masked(entry.module.rule.pattern)
+        if chosen(entry):
+            modules.setdefault(name, entry.module)
+            layers.setdefault(name, []).extend(entry.first)
+        else:
+            others.add(name)
+    for name, module in modules.items():
+        yield module, tuple(sorted(set(layers[name]))) if name in others else None
+
+
+def _ct_names(assignment: Assignment, chosen: Callable[[Assigned], bool]) -> Iterator[str]:
+    """Yield names as compressed-tensors matches them: literal, or ``re:`` with digits for every index."""
+    for module, layers in _chosen(assignment, chosen):
+        pattern = module.rule.pattern
+        if not _INDEX.search(pattern):
+            yield pattern
+            continue
+        for numbers in _groups(layers):
+            yield f"re:{_as_regex(pattern, numbers)}$"
+            around, found, _ = pattern.partition(".experts.")
+            if found and module.rule.is_routed:
+                # Engines ask for the experts of a fused layer under these names, whatever theirs are.
+                yield rf"re:{_as_regex(around, numbers)}\.experts\.[0-9]+\.{_EXPERT_PARTS}$"
+
+
+def _groups(layers: tuple[int, ...] | None) -> Iterator[str]:
+    """Yield what stands for the first index: any number, or so many of those meant at once."""
+    if layers is None:
+        yield "[0-9]+"
+        return
+    for begin in range(0, len(layers), _LAYERS_PER_ENTRY):
+        yield "(" + "|".join(map(str, layers[begin : begin + _LAYERS_PER_ENTRY])) + ")"
+
+
+def _as_regex(pattern: str, first: str) -> str:
+    head, *tail = map(re.escape, _INDEX.split(pattern))
+    return head + "".join(("[0-9]+" if place else first) + part for place, part in enumerate(tail))
+
+
+def _wildcards(assignment: Assignment) -> Iterator[str]:
+    """Yield names as modelopt excludes them: with ``*``, as an entry without one would match inside other names too."""
+    for module, layers in _chosen(assignment, _is_plain):
+        pattern = module.rule.pattern
+        for layer in layers if layers is not None else ("*",):
+            name = _INDEX.sub("*", _INDEX.sub(str(layer), pattern, count=1))
+            yield name if "*" in name else f"*{name}"
+
+
+def _holders(entry: Assigned) -> Iterator[str]:
+    """Yield the names of an entry's modules; of routed experts that of the module around them, once a layer."""
+    module = entry.module
+    around, found, _ = module.rule.pattern.partition(".experts.")
+    for first in entry.first or (None,):
+        index = () if first is None else (str(first),)
+        numbers = iter((*index, *("0" for _ in module.rest)))
+        yield _INDEX.sub(lambda _: next(numbers), f"{around}.experts" if found else module.rule.pattern)  # noqa: B023
+
+
+# --- read back --------------------------------------------------------------------------------------------------------
+
+
+def _unsaid(assignment: Assignment, restated: _Fields, style: QuantStyle) -> Iterator[Problem]:
+    """Yield a problem for every module the config says something else of than is true."""
+    if assignment.container is not None:
+        return
+    try:
+        scheme = parse_quantization(restated)
+    except TonnageError as error:
+        yield from error.problems
+        return
+    for entry in assignment.entries:
+        if entry.module.rule.is_linear:
+            wrong = next(_wrongly_named(entry, scheme), None)
+            if wrong is not None:
+                what = f"a config in the style of {style} cannot single this module out"
+                yield Problem(where=CONFIG_FILE, tensor=wrong, what=what, expected=entry.fmt.name)
+
+
+def _wrongly_named(entry: Assigned, scheme: QuantScheme) -> Iterator[str]:
+    """Yield the modules of an entry, one expert for all, of which the scheme says another format."""
+    module = entry.module
+    experts = entry.members[:1] or tuple(extent[0] for extent in module.rest if extent)
+    firsts: Iterable[tuple[int, ...]] = ((first,) for first in entry.first) if entry.first else ((),)
+    for first in firsts:
+        name = module.name(*first, *experts)
+        if scheme.format_of(name, module.kind).name != entry.fmt.name:
+            yield name

@@ -1,0 +1,281 @@
+"""The files of a preparation: sources read exactly, outputs that get their name when they are whole.
+
+A new file lives beside its final place under a temporary name, ``.NAME.TAG.partial``, until every byte of it is on the
+disk; then it is renamed. So a file under its final name is always whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from tonnage.errors import Problem, TonnageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+Hash = Literal["blake3", "sha256"]
+
+PARTIAL = ".partial"
+RESUME = "run the same command again to resume"
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_ZEROS = memoryview(bytes(1 << 20))
+
+
+class PrepareError(TonnageError):
+    """A preparation cannot begin, or cannot go on."""
+
+
+class Digest(Protocol):
+    """What hashes a file while it is written."""
+
+    def update(self, data: memoryview, /) -> object:
+        """Take the next bytes."""
+
+    def hexdigest(self) -> str:
+        """Return the digest of all bytes taken."""
+
+
+def new_digest(name: Hash) -> Digest:
+    """Return a digest that has taken nothing yet."""
+    if name == "sha256":
+        return hashlib.sha256()
+    from blake3 import blake3  # noqa: PLC0415 - not needed for SHA-256
+
+    return blake3()
+
+
+# --- sources --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFacts:
+    """What tells whether a source file is still the one that was planned.
+
+    Attributes:
+        name: Plain file name.
+        nbytes: Size.
+        mtime_ns: Time of the last change.
+    """
+
+    name: str
+    nbytes: int
+    mtime_ns: int
+
+
+def source_facts(directory: Path, names: Iterable[str]) -> tuple[FileFacts, ...]:
+    """Return the facts of files, sorted by name.
+
+    Raises:
+        PrepareError: A file is missing or no regular file; every such file is named.
+    """
+    facts: list[FileFacts] = []
+    problems: list[Problem] = []
+    for name in sorted(set(names)):
+        try:
+            facts.append(_facts((directory / name).stat(), name))
+        except PrepareError as error:
+            problems += error.problems
+        except OSError as error:
+            problems.append(Problem(where=name, what="cannot be read", found=error.strerror))
+    if problems:
+        raise PrepareError(*problems)
+    return tuple(facts)
+
+
+@contextmanager
+def opened_source(directory: Path, expected: FileFacts) -> Iterator[int]:
+    """Open a source file that must be the one expected, when it is opened and when all was read.
+
+    Raises:
+        PrepareError: It is missing, no regular file (a pipe is never opened), or changed.
+    """
+    with opened_regular(directory / expected.name, expected.name) as (descriptor, status):
+        _check_same(expected, _facts(status, expected.name))
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        yield descriptor
+        _check_same(expected, _facts(os.fstat(descriptor), expected.name))
+
+
+@contextmanager
+def opened_regular(path: Path, where: str) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a regular file; looked at before opening, so that a pipe is never opened.
+
+    Raises:
+        PrepareError: It is missing, no regular file, or cannot be read.
+    """
+    try:
+        _facts(path.stat(), where)
+        descriptor = os.open(path, _OPEN_FLAGS)
+    except OSError as error:
+        raise PrepareError(Problem(where=where, what="cannot be read", found=error.strerror)) from error
+    try:
+        status = os.fstat(descriptor)
+        _facts(status, where)
+        yield descriptor, status
+    finally:
+        os.close(descriptor)
+
+
+def read_into(descriptor: int, view: memoryview, offset: int, *, where: str) -> None:
+    """Fill a buffer from a place in a file.
+
+    Raises:
+        PrepareError: The file ends before, or cannot be read.
+    """
+    done = 0
+    try:
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+            if not count:
+                expected, found = f"{offset + len(view)} bytes", f"{offset + done} bytes"
+                raise PrepareError(
+                    Problem(where=where, what="truncated while it was read", expected=expected, found=found)
+                )
+            done += count
+    except OSError as error:
+        raise PrepareError(Problem(where=where, what="cannot be read", found=error.strerror)) from error
+
+
+def _facts(status: os.stat_result, name: str) -> FileFacts:
+    if not stat.S_ISREG(status.st_mode):
+        raise PrepareError(Problem(where=name, what="not a regular file", expected="a regular file"))
+    return FileFacts(name=name, nbytes=status.st_size, mtime_ns=status.st_mtime_ns)
+
+
+def _check_same(expected: FileFacts, found: FileFacts) -> None:
+    if expected != found:
+        raise PrepareError(
+            Problem(
+                where=expected.name, what="changed since it was planned", expected=shown(expected), found=shown(found)
+            )
+        )
+
+
+def shown(facts: FileFacts) -> str:
+    """Return the facts of a file in a few words."""
+    return f"{facts.nbytes} bytes, mtime {facts.mtime_ns} ns"
+
+
+# --- outputs --------------------------------------------------------------------------------------------------------
+
+
+class NewFile:
+    """A file being written from front to back; it has a temporary name until :meth:`publish`."""
+
+    def __init__(self, path: Path, nbytes: int, *, tag: str, digest: Digest) -> None:
+        """Create it, with room for all its bytes.
+
+        Args:
+            path: Its final place; the directory exists.
+            nbytes: Its final size.
+            tag: Goes into the temporary name.
+            digest: Of the whole file; has taken nothing yet.
+
+        Raises:
+            PrepareError: It cannot be created, or there is no room for it.
+        """
+        self.path = path
+        self.nbytes = nbytes
+        self.position = 0
+        self._digest = digest
+        self._partial = path.with_name(f".{path.name}.{tag}{PARTIAL}")
+        with writing(path):
+            self._partial.unlink(missing_ok=True)
+            self._descriptor = os.open(self._partial, _NEW_FLAGS, 0o644)
+            if nbytes:
+                os.posix_fallocate(self._descriptor, 0, nbytes)
+
+    def write(self, piece: memoryview) -> None:
+        """Add bytes at the end.
+
+        Raises:
+            PrepareError: They cannot be written.
+        """
+        self._digest.update(piece)
+        done = 0
+        with writing(self.path):
+            while done < len(piece):
+                done += os.write(self._descriptor, piece[done:])
+        self.position += done
+
+    def zeros(self, nbytes: int) -> None:
+        """Add zero bytes at the end."""
+        while nbytes:
+            count = min(nbytes, len(_ZEROS))
+            self.write(_ZEROS[:count])
+            nbytes -= count
+
+    def sync(self) -> None:
+        """Wait until all bytes are on the disk."""
+        if self.position != self.nbytes:
+            raise ValueError(f"{self.path}: {self.position} bytes written, {self.nbytes} planned")
+        with writing(self.path):
+            os.fsync(self._descriptor)
+
+    def publish(self) -> None:
+        """Give the file its final name; the directory is synced by the caller, once for all its files."""
+        with writing(self.path):
+            self._partial.rename(self.path)
+
+    def close(self) -> None:
+        """Let go of it; without its final name it is removed."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            self._partial.unlink(missing_ok=True)
+
+    def hexdigest(self) -> str:
+        """Return the digest of what was written."""
+        return self._digest.hexdigest()
+
+
+def write_whole(path: Path, content: bytes, *, digest: Digest) -> str:
+    """Write a small file at once, under its final name when it is on the disk, and return its digest.
+
+    Raises:
+        PrepareError: It cannot be written.
+    """
+    file = NewFile(path, len(content), tag="whole", digest=digest)
+    try:
+        file.write(memoryview(content))
+        file.sync()
+        file.publish()
+    finally:
+        file.close()
+    sync_directory(path.parent)
+    return file.hexdigest()
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on the disk."""
+    with writing(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failure of the system into a refusal that names the file.
+
+    Raises:
+        PrepareError: The disk is full, or anything else the system refuses.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            what = "no space left for it; free some and " + RESUME
+            raise PrepareError(Problem(where=str(path), what=what, found=error.strerror)) from error
+        raise PrepareError(Problem(where=str(path), what="cannot be written", found=error.strerror)) from error

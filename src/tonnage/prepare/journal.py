@@ -1,0 +1,216 @@
+"""What a preparation is of (identity) and what of it is done (journal), so that it can be interrupted anywhere.
+
+The journal is a file of JSON lines: the identity, then one line for every job whose files are all on the disk under
+their final names. Lines are appended and synced; a last line torn by a crash is as if it had not been written. A run
+that finds a journal of another identity refuses: files of two preparations are never mixed.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tonnage.errors import Problem
+from tonnage.prepare.io import FileFacts, PrepareError, new_digest, shown, sync_directory, write_whole, writing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+JOURNAL_SCHEMA = "tonnage.journal/1"
+
+FORMAT_VERSION = 1
+"""Of what prepare writes: raised whenever the same schedule would give other bytes."""
+
+JOURNAL_LIMIT_BYTES = 2 << 30
+_START_OVER = "--force starts over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Everything the written bytes depend on. Two runs may share files only if all of it is equal.
+
+    Attributes:
+        schema: Of the journal.
+        format_version: Of what is written.
+        checkpoint: Digest of the source's headers.
+        sources: Every source file with size and time of last change.
+        recipe: Digest of the family's recipe.
+        topology: Parallel sizes.
+        engine: Whose placement rules.
+        convert: What became of convertible weights.
+        scale_rule: Of converted weights.
+        nonfinite: What became of values without a finite value.
+        layout: Of the output.
+        quant_style: In which form converted tensors are announced.
+        hash: Which digests.
+        ranks: Global ranks prepared.
+        schedule: Digest of the jobs: every tensor, cut and header.
+    """
+
+    schema: str = JOURNAL_SCHEMA
+    format_version: int = FORMAT_VERSION
+    checkpoint: str
+    sources: tuple[FileFacts, ...]
+    recipe: str
+    topology: str
+    engine: str
+    convert: str
+    scale_rule: str
+    nonfinite: str
+    layout: str
+    quant_style: str
+    hash: str
+    ranks: tuple[int, ...]
+    schedule: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """A file under its final name.
+
+    Attributes:
+        path: Relative to the output directory.
+        rank: Global rank; ``None`` for a file of all ranks.
+        payload_bytes: Bytes of tensors.
+        file_bytes: Size.
+        digest: Of the whole file.
+    """
+
+    path: str
+    rank: int | None
+    payload_bytes: int
+    file_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertedTensor:
+    """What conversion cost one tensor.
+
+    Attributes:
+        tensor: Name in the checkpoint.
+        elements: How many were converted.
+        nonfinite_blocks: Blocks with NaN or infinity, kept on demand; in no figure.
+        relative_error: Frobenius norm of the error over that of the tensor.
+        sqnr_db: Signal to quantisation noise; ``None`` if there is no noise.
+        largest_error: Largest absolute error of an element.
+    """
+
+    tensor: str
+    elements: int
+    nonfinite_blocks: int
+    relative_error: float
+    sqnr_db: float | None
+    largest_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """A finished job.
+
+    Attributes:
+        job: Its number.
+        files: Its outputs, in order.
+        converted: Its converted tensors, in order of steps.
+        seconds: How long it took.
+    """
+
+    job: int
+    files: tuple[WrittenFile, ...]
+    converted: tuple[ConvertedTensor, ...]
+    seconds: float
+
+
+class Journal:
+    """An open journal; the only writer is the run that holds the lock."""
+
+    def __init__(self, path: Path, good_bytes: int) -> None:
+        """Open an existing journal, cut to its whole lines."""
+        self._path = path
+        with writing(path):
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+            os.ftruncate(self._descriptor, good_bytes)
+
+    def append(self, record: JobRecord) -> None:
+        """Add a finished job and wait until it is on the disk.
+
+        Raises:
+            PrepareError: It cannot be written.
+        """
+        line = memoryview(msgspec.json.encode(record) + b"\n")
+        with writing(self._path):
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+def create_journal(path: Path, identity: Identity) -> Journal:
+    """Write a journal of nothing done, whole or not at all, and open it."""
+    line = msgspec.json.encode(identity) + b"\n"
+    write_whole(path, line, digest=new_digest("sha256"))
+    sync_directory(path.parent.parent)
+    return Journal(path, len(line))
+
+
+def read_journal(raw: bytes, *, where: str) -> tuple[Identity, tuple[JobRecord, ...], int]:
+    """Return what a journal says, and the length of its whole lines.
+
+    Raises:
+        PrepareError: A line that is not the last cannot be read.
+    """
+    lines = raw.splitlines(keepends=True)
+    if lines and not _is_whole(lines[-1]):
+        lines.pop()
+    try:
+        identity = msgspec.json.decode(lines[0] if lines else b"", type=Identity)
+        records = tuple(msgspec.json.decode(line, type=JobRecord) for line in lines[1:])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise PrepareError(Problem(where=where, what=f"damaged journal; {_START_OVER}", found=str(error))) from error
+    return identity, records, sum(map(len, lines))
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether the last line was written to its end; a crash may leave zeros in it, or a part."""
+    return line.endswith(b"\n") and b"\0" not in line
+
+
+def check_identity(then: Identity, now: Identity, *, where: str) -> None:
+    """Refuse to continue what was begun as something else.
+
+    Raises:
+        PrepareError: Naming every field that differs, as it was and as it is.
+    """
+    problems = tuple(_differences(then, now, where))
+    if problems:
+        raise PrepareError(*problems)
+
+
+def _differences(then: Identity, now: Identity, where: str) -> Iterator[Problem]:
+    for field in fields(Identity):
+        if field.name == "sources":
+            yield from _source_differences(then, now, where)
+            continue
+        before, after = getattr(then, field.name), getattr(now, field.name)
+        if before != after:
+            yield _difference(where, field.name, str(before), str(after))
+
+
+def _source_differences(then: Identity, now: Identity, where: str) -> Iterator[Problem]:
+    before = {facts.name: shown(facts) for facts in then.sources}
+    after = {facts.name: shown(facts) for facts in now.sources}
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            yield _difference(where, f"source {name}", before.get(name, "absent"), after.get(name, "absent"))
+
+
+def _difference(where: str, field: str, then: str, now: str) -> Problem:
+    what = f"begun with another {field}; {_START_OVER}"
+    return Problem(where=where, what=what, expected=f"as then: {then}", found=f"now: {now}")

@@ -1,0 +1,67 @@
+"""What a run and its workers say to each other over a socket of their own: plain values, pickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tonnage.errors import Problem
+from tonnage.prepare.io import FileFacts, Hash
+from tonnage.prepare.jobs import Job, ScaleRule, WholeFile
+
+WINDOW_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What holds for all tasks; the first message to a worker.
+
+    Attributes:
+        source: The checkpoint directory.
+        output: The output directory.
+        scale_rule: For converted tensors.
+        keep_nonfinite: Convert NaN and infinity instead of refusing them.
+        hash: Which digests.
+        window_bytes: Most that is read at once.
+    """
+
+    source: Path
+    output: Path
+    scale_rule: ScaleRule = "rceil"
+    keep_nonfinite: bool = False
+    hash: Hash = "blake3"
+    window_bytes: int = WINDOW_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A job, or a file that comes along whole.
+
+    Attributes:
+        number: Position among jobs, then whole files; names it in the journal.
+        work: What is written.
+        source: The source file as planned; ``None`` if the content is at hand.
+    """
+
+    number: int
+    work: Job | WholeFile
+    source: FileFacts | None
+
+    @property
+    def title(self) -> str:
+        """Number and file, as messages name it."""
+        return f"job {self.number} ({self.work.source_file if isinstance(self.work, Job) else self.work.path})"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """So many more payload bytes are written."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The task cannot be done."""
+
+    problems: tuple[Problem, ...]

@@ -1,0 +1,106 @@
+"""A preparation as one value: schedule, sizes, identity, and the tasks the workers are given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from tonnage.errors import Problem
+from tonnage.prepare.checks import Survey, TaskSize, check_destination, survey_schedule
+from tonnage.prepare.io import FileFacts, PrepareError, source_facts
+from tonnage.prepare.jobs import Job, Schedule, WholeFile
+from tonnage.prepare.journal import Identity
+from tonnage.prepare.messages import Setup, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """Everything a preparation is of, checked as far as it can be without writing.
+
+    Attributes:
+        schedule: What is to be done.
+        survey: Its sizes.
+        identity: What the written bytes depend on.
+        setup: What the workers need.
+        planned_bytes: Weight bytes of every prepared rank, as planned.
+        workers: How many processes.
+    """
+
+    schedule: Schedule
+    survey: Survey
+    identity: Identity
+    setup: Setup
+    planned_bytes: dict[int, int]
+    workers: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Anonymous memory of all workers at most."""
+        return self.workers * self.survey.worker_bytes(self.setup.window_bytes)
+
+
+def make_preparation(
+    schedule: Schedule,
+    setup: Setup,
+    identity: Callable[[tuple[FileFacts, ...], str], Identity],
+    *,
+    planned_bytes: dict[int, int],
+    workers: int | None = None,
+) -> Preparation:
+    """Return a preparation: source files looked at, sizes counted, plan and schedule compared.
+
+    Args:
+        schedule: What is to be done.
+        setup: From where to where, and how.
+        identity: Makes the identity of the source files and the digest of the schedule.
+        planned_bytes: Weight bytes of every rank, as planned.
+        workers: How many processes; by default as many as there are cores, and no more than tasks.
+
+    Raises:
+        PrepareError: A source file is missing or no regular file, the output directory cannot be one, or the schedule
+            writes other bytes than planned.
+    """
+    check_destination(setup.source, setup.output)
+    whole = [file.source for file in schedule.files if file.source is not None]
+    facts = {one.name: one for one in source_facts(setup.source, whole)}
+    survey = survey_schedule(schedule, {name: one.nbytes for name, one in facts.items()})
+    facts |= {
+        one.name: one for one in source_facts(setup.source, {task.source for task in survey.tasks if task.source})
+    }
+    _check_planned(planned_bytes, survey)
+    wanted = workers or len(os.sched_getaffinity(0))
+    return Preparation(
+        schedule=schedule,
+        survey=survey,
+        identity=identity(tuple(facts[name] for name in sorted(facts)), survey.digest),
+        setup=setup,
+        planned_bytes=planned_bytes,
+        workers=max(1, min(wanted, len(survey.tasks))),
+    )
+
+
+def make_tasks(preparation: Preparation, sizes: Iterable[TaskSize]) -> Iterator[Task]:
+    """Make tasks when they are asked for."""
+    schedule = preparation.schedule
+    facts = {one.name: one for one in preparation.identity.sources}
+    for size in sizes:
+        behind = size.number - len(schedule.jobs)
+        work: Job | WholeFile = schedule.jobs[size.number] if behind < 0 else schedule.files[behind]
+        yield Task(number=size.number, work=work, source=None if size.source is None else facts[size.source])
+
+
+def _check_planned(planned_bytes: dict[int, int], survey: Survey) -> None:
+    """Refuse a schedule that is not the plan: the one number both are about."""
+    problems = [
+        Problem(
+            where=f"rank {rank}",
+            what="the schedule writes other bytes than planned",
+            expected=f"{planned} bytes",
+            found=f"{survey.payload_bytes(rank)} bytes",
+        )
+        for rank, planned in planned_bytes.items()
+        if planned != survey.payload_bytes(rank)
+    ]
+    if problems:
+        raise PrepareError(*problems)

@@ -1,0 +1,150 @@
+"""From a placement and what the user wants to a preparation, ready to run or to be shown as a dry run."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from tonnage.checkpoint.io import CheckpointHeaders, digest_headers
+from tonnage.errors import Problem
+from tonnage.placement import Placement
+from tonnage.prepare.hf import QuantStyle
+from tonnage.prepare.io import FileFacts, Hash, PrepareError
+from tonnage.prepare.jobs import ScaleRule
+from tonnage.prepare.journal import Identity
+from tonnage.prepare.messages import WINDOW_BYTES, Setup
+from tonnage.prepare.preparation import Preparation, make_preparation
+from tonnage.prepare.schedule import JOB_BYTES, OutputLayout, make_schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareOptions:
+    """How a placement is written.
+
+    Attributes:
+        layout: One directory per rank, or an unsharded standard checkpoint.
+        quant_style: How the config of layout ``hf`` states a conversion.
+        scale_rule: Of converted tensors.
+        nonfinite: Whether NaN and infinity are refused in converted tensors.
+        hash: Which digests.
+        ranks: Global ranks to write; all if not given.
+        workers: Processes; one per core if not given.
+        window_bytes: Most that a worker reads at once.
+        job_bytes: Source bytes of a job; those of the schedule if not given.
+    """
+
+    layout: OutputLayout = "tp"
+    quant_style: QuantStyle = "compressed-tensors"
+    scale_rule: ScaleRule = "rceil"
+    nonfinite: Literal["refuse", "keep"] = "refuse"
+    hash: Hash = "blake3"
+    ranks: tuple[int, ...] | None = None
+    workers: int | None = None
+    window_bytes: int = WINDOW_BYTES
+    job_bytes: int = JOB_BYTES
+
+
+def prepare_placement(
+    placement: Placement,
+    source: Path,
+    output: Path,
+    options: PrepareOptions,
+    *,
+    headers: CheckpointHeaders,
+    digest: str,
+) -> Preparation:
+    """Return the preparation of a placement; nothing is written.
+
+    Args:
+        placement: What every rank holds.
+        source: The checkpoint directory.
+        output: Where it goes.
+        options: How.
+        headers: Those the placement was made from.
+        digest: Of these headers.
+
+    Raises:
+        PlacementError: A tensor cannot be cut as planned.
+        CheckpointError: The headers are not those of the placement.
+        PrepareError: The checkpoint changed, or the destination cannot be one.
+    """
+    schedule = make_schedule(
+        placement,
+        headers.shards,
+        layout=options.layout,
+        ranks=options.ranks,
+        scale_rule=options.scale_rule,
+        quant_style=options.quant_style,
+        side_files=sorted(
+            path.name
+            for path in source.iterdir()
+            if path.is_file() and path.suffix == ".json" and "index" not in path.name
+        ),
+        job_bytes=options.job_bytes,
+    )
+    setup = Setup(
+        source=source,
+        output=output,
+        scale_rule=options.scale_rule,
+        keep_nonfinite=options.nonfinite == "keep",
+        hash=options.hash,
+        window_bytes=options.window_bytes,
+    )
+    topology = placement.topology
+    converts = any(entry.converted_from for entry in placement.assignment.entries)
+
+    def identity(sources: tuple[FileFacts, ...], schedule_digest: str) -> Identity:
+        return Identity(
+            checkpoint=digest,
+            sources=sources,
+            recipe=f"{placement.assignment.blueprint.recipe.family} {_recipes_digest()}",
+            topology=f"tp{topology.tp} ep{topology.ep} pp{topology.pp}",
+            engine=placement.engine.name,
+            convert="mxfp8" if converts else "none",
+            scale_rule=options.scale_rule,
+            nonfinite=options.nonfinite,
+            layout=options.layout,
+            quant_style=options.quant_style,
+            hash=options.hash,
+            ranks=schedule.ranks,
+            schedule=schedule_digest,
+        )
+
+    planned = {rank: _planned_bytes(placement, rank, options.layout) for rank in schedule.ranks}
+    preparation = make_preparation(schedule, setup, identity, planned_bytes=planned, workers=options.workers)
+    _check_unchanged(source, headers, digest)
+    return preparation
+
+
+def _planned_bytes(placement: Placement, rank: int, layout: OutputLayout) -> int:
+    """Return the weight bytes of a rank. In layout ``hf`` the container comes along as it is, in no rank's files."""
+    pp_rank, tp_rank = divmod(rank, placement.topology.tp)
+    slots = placement.slot_bytes(pp_rank, tp_rank) if layout == "tp" else 0
+    return placement.module_bytes(pp_rank, tp_rank) + slots
+
+
+def _check_unchanged(source: Path, headers: CheckpointHeaders, digest: str) -> None:
+    """Read the headers once more, now that size and time of every file are on record: they are those of the plan.
+
+    Raises:
+        CheckpointError: A file has another size, or cannot be read.
+        PrepareError: A header changed.
+    """
+    found = digest_headers(source, headers)
+    if found != digest:
+        raise PrepareError(
+            Problem(where=str(source), what="changed since it was planned", expected=digest, found=found)
+        )
+
+
+def _recipes_digest() -> str:
+    """Return the digest of all recipes: they include each other."""
+    digest = hashlib.sha256()
+    for file in sorted(resources.files("tonnage.recipes").iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".toml"):
+            content = file.read_bytes()
+            digest.update(f"{file.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()

@@ -1,0 +1,132 @@
+"""A preparation from schedule to summary: checked, begun or resumed, done by the workers, checked again.
+
+What is on the disk decides where a run goes on: no journal, it begins; a journal of the same identity, it resumes; a
+summary, it is complete and nothing is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from tonnage.prepare.checks import check_headers
+from tonnage.prepare.io import new_digest, write_whole
+from tonnage.prepare.journal import JobRecord, WrittenFile
+from tonnage.prepare.output_dir import SUMMARY, path_within, remove_partials
+from tonnage.prepare.pool import run_tasks
+from tonnage.prepare.preparation import Preparation, make_tasks
+from tonnage.prepare.resume import begin, completed, held
+from tonnage.prepare.summary import RankSummary, Summary, summary_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How far a preparation is.
+
+    Attributes:
+        done_bytes: Written, those of earlier runs included.
+        total_bytes: To be written in all.
+        resumed_bytes: Of the bytes done, those of earlier runs.
+        tasks_done: Jobs and whole files.
+        tasks: In all.
+    """
+
+    done_bytes: int
+    total_bytes: int
+    resumed_bytes: int
+    tasks_done: int
+    tasks: int
+
+
+def run_preparation(
+    preparation: Preparation, on_progress: Callable[[Standing], None], *, force: bool = False
+) -> Summary:
+    """Write everything, or what an earlier run left to do, and return the summary that stands in the output directory.
+
+    Args:
+        preparation: What to do.
+        on_progress: Called often.
+        force: Start over, whatever an earlier preparation left here.
+
+    Raises:
+        PrepareError: Another run is at work here, the directory holds something else, or a task is refused. What was
+            done stays done.
+    """
+    output = preparation.setup.output
+    started = time.monotonic()
+    with held(preparation, force=force) as lock:
+        earlier = completed(preparation)
+        if earlier is not None:
+            return earlier
+        journal, records = begin(preparation)
+        try:
+            with closing(_work(preparation, records, on_progress, lock)) as finished:
+                for record in finished:
+                    journal.append(record)
+                    records[record.job] = record
+        finally:
+            journal.close()
+            remove_partials(output)
+        for job in preparation.schedule.jobs:
+            check_headers(output, job)
+        summary = _summary(preparation, records, time.monotonic() - started)
+        write_whole(path_within(output, SUMMARY), summary_bytes(summary), digest=new_digest("sha256"))
+        return summary
+
+
+def _work(
+    preparation: Preparation, records: dict[int, JobRecord], on_progress: Callable[[Standing], None], lock: int
+) -> Generator[JobRecord]:
+    """Do what is left, largest first, and yield the records."""
+    sizes = preparation.survey.tasks
+    left = sorted((size for size in sizes if size.number not in records), key=lambda size: -size.written_bytes)
+    resumed = preparation.survey.written_bytes - sum(size.written_bytes for size in left)
+    standing = Standing(
+        done_bytes=resumed,
+        total_bytes=preparation.survey.written_bytes,
+        resumed_bytes=resumed,
+        tasks_done=len(records),
+        tasks=len(sizes),
+    )
+    on_progress(standing)
+    if not left:
+        return
+    workers = min(preparation.workers, len(left))
+    events = run_tasks(make_tasks(preparation, left), preparation.setup, workers=workers, lock=lock)
+    with closing(events):
+        for event in events:
+            if isinstance(event, JobRecord):
+                yield event
+                standing = replace(standing, tasks_done=standing.tasks_done + 1)
+            else:
+                standing = replace(standing, done_bytes=standing.done_bytes + event.nbytes)
+            on_progress(standing)
+
+
+def _summary(preparation: Preparation, records: dict[int, JobRecord], seconds: float) -> Summary:
+    """Return the summary of a finished preparation."""
+    ordered = [records[number] for number in sorted(records)]
+    by_rank: dict[int | None, list[WrittenFile]] = {}
+    for record in ordered:
+        for file in record.files:
+            by_rank.setdefault(file.rank, []).append(file)
+    return Summary(
+        checkpoint=preparation.setup.source.resolve().name,
+        identity=preparation.identity,
+        ranks=tuple(
+            RankSummary(
+                rank=rank,
+                planned_bytes=preparation.planned_bytes[rank],
+                payload_bytes=sum(file.payload_bytes for file in by_rank.get(rank, ())),
+                file_bytes=sum(file.file_bytes for file in by_rank.get(rank, ())),
+                files=tuple(by_rank.get(rank, ())),
+            )
+            for rank in preparation.schedule.ranks
+        ),
+        files=tuple(by_rank.get(None, ())),
+        converted=tuple(tensor for record in ordered for tensor in record.converted),
+        seconds=seconds,
+        worker_seconds=sum(record.seconds for record in ordered),
+    )

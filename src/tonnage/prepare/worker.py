@@ -1,0 +1,222 @@
+"""One task of a preparation, from open to rename; and the process that does one after the other.
+
+A worker answers to the run that started it over one socket, and ends at once when that run is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from math import isfinite
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, cast
+
+from tonnage.errors import Problem, TonnageError
+from tonnage.prepare.io import NewFile, PrepareError, new_digest, opened_source, read_into, sync_directory
+from tonnage.prepare.jobs import Job, OutputFile, Step, WholeFile
+from tonnage.prepare.journal import ConvertedTensor, JobRecord, WrittenFile
+from tonnage.prepare.layout import header_bytes
+from tonnage.prepare.messages import Progress, Refused, Setup, Task
+from tonnage.prepare.output_dir import make_parents
+from tonnage.prepare.stream import Outputs, Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tonnage.prepare.mxfp8 import SourceDtype
+
+_REPORT_SECONDS = 0.1
+
+
+def run_task(task: Task, setup: Setup, on_bytes: Callable[[int], None]) -> JobRecord:
+    """Write the files of a task under temporary names, sync them, and give them their final names.
+
+    Args:
+        task: A job, or a whole file.
+        setup: What holds for all tasks.
+        on_bytes: Called with the number of payload bytes written, many times.
+
+    Returns:
+        What was written, with digests.
+
+    Raises:
+        PrepareError: The source changed, the disk is full, or a value has no finite conversion. No file of the task has
+            its final name unless all its bytes are on the disk.
+    """
+    begin = time.monotonic()
+    files: tuple[_Written, ...]
+    converted: tuple[ConvertedTensor, ...]
+    with ExitStack() as stack:
+        if isinstance(task.work, WholeFile):
+            files, converted = _write_whole(task, task.work, setup, stack, on_bytes), ()
+        else:
+            files, converted = _write_job(task, task.work, setup, stack, on_bytes)
+        for file, _ in files:
+            file.sync()
+        for file, _ in files:
+            file.publish()
+        for directory in sorted({file.path.parent for file, _ in files}):
+            sync_directory(directory)
+        written = tuple(record for _, record in files)
+    return JobRecord(job=task.number, files=written, converted=converted, seconds=time.monotonic() - begin)
+
+
+_Written = tuple[NewFile, WrittenFile]
+
+
+def _write_job(
+    task: Task, job: Job, setup: Setup, stack: ExitStack, on_bytes: Callable[[int], None]
+) -> tuple[tuple[_Written, ...], tuple[ConvertedTensor, ...]]:
+    """Stream the tensors of a job into its outputs."""
+    assert task.source is not None
+    files = {output.rank: _create(task, output, setup, stack) for output in job.outputs}
+    converted = []
+    with opened_source(setup.source, task.source) as descriptor:
+        stream = Stream(descriptor, Outputs(files, on_bytes), window_bytes=setup.window_bytes)
+        for step in job.steps:
+            if step.convert:
+                converted.append(_convert(stream, step, setup))
+            else:
+                stream.copy(step)
+    return tuple(
+        (
+            files[output.rank][0],
+            WrittenFile(
+                path=output.path,
+                rank=output.rank,
+                payload_bytes=output.payload_bytes,
+                file_bytes=files[output.rank][0].nbytes,
+                digest=files[output.rank][0].hexdigest(),
+            ),
+        )
+        for output in job.outputs
+    ), tuple(converted)
+
+
+def _convert(stream: Stream, step: Step, setup: Setup) -> ConvertedTensor:
+    """Convert a tensor for all ranks and sum up its errors."""
+    from tonnage.prepare.mxfp8 import Figures, quantize  # noqa: PLC0415 - loads a compiler; many jobs need none
+
+    source = step.source
+    parts: list[Figures] = []
+
+    def quantize_rows(bits: NDArray[Any], codes: NDArray[np.uint8], scales: NDArray[np.uint8], first: int) -> None:
+        figures = quantize(bits, cast("SourceDtype", source.dtype), codes, scales, rule=setup.scale_rule)
+        if figures.first_nonfinite is not None and not setup.keep_nonfinite:
+            row, column = divmod(figures.first_nonfinite, bits.shape[1])
+            what, found = "a value that is not finite; --nonfinite keep converts it", f"at [{first + row}, {column}]"
+            raise PrepareError(Problem(where=source.file, tensor=source.name, what=what, found=found))
+        parts.append(figures)
+
+    stream.convert(step, quantize_rows)
+    total = sum(parts, start=Figures())
+    errors = total.errors
+    assert errors is not None
+    return ConvertedTensor(
+        tensor=source.name,
+        elements=total.elements,
+        nonfinite_blocks=total.nonfinite_blocks,
+        relative_error=errors.relative,
+        sqnr_db=errors.sqnr_db if isfinite(errors.sqnr_db) else None,
+        largest_error=errors.largest_error,
+    )
+
+
+def _create(task: Task, output: OutputFile, setup: Setup, stack: ExitStack) -> tuple[NewFile, int]:
+    """Create an output file and write its header; return it with the length of the header."""
+    header = header_bytes(output)
+    path = make_parents(setup.output, output.path)
+    file = NewFile(path, len(header) + output.payload_bytes, tag=f"job-{task.number}", digest=new_digest(setup.hash))
+    stack.callback(file.close)
+    file.write(memoryview(header))
+    return file, len(header)
+
+
+def _write_whole(
+    task: Task, whole: WholeFile, setup: Setup, stack: ExitStack, on_bytes: Callable[[int], None]
+) -> tuple[_Written]:
+    """Write a file that comes along, from the source or from its content."""
+    path = make_parents(setup.output, whole.path)
+    nbytes = len(whole.content) if task.source is None else task.source.nbytes
+    file = NewFile(path, nbytes, tag=f"job-{task.number}", digest=new_digest(setup.hash))
+    stack.callback(file.close)
+    if task.source is None:
+        file.write(memoryview(whole.content))
+        on_bytes(nbytes)
+    else:
+        window = memoryview(bytearray(min(nbytes, setup.window_bytes)))
+        with opened_source(setup.source, task.source) as descriptor:
+            while file.position < nbytes:
+                piece = window[: nbytes - file.position]
+                read_into(descriptor, piece, file.position, where=task.source.name)
+                file.write(piece)
+                on_bytes(len(piece))
+    record = WrittenFile(path=whole.path, rank=None, payload_bytes=0, file_bytes=nbytes, digest=file.hexdigest())
+    return ((file, record),)
+
+
+# --- the process ----------------------------------------------------------------------------------------------------
+
+
+class _Reporter:
+    """Sends progress, not more often than it can be shown."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._unsent = 0
+        self._next = 0.0
+
+    def __call__(self, nbytes: int) -> None:
+        self._unsent += nbytes
+        if time.monotonic() >= self._next:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what was not sent yet."""
+        if self._unsent:
+            self._connection.send(Progress(self._unsent))
+        self._unsent = 0
+        self._next = time.monotonic() + _REPORT_SECONDS
+
+
+def main(descriptor: int) -> None:
+    """Do tasks until there are no more; the first message is the setup. The run at the other end is trusted."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(socket.socket(fileno=descriptor).detach())
+    inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+    setup: Setup = connection.recv()
+    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
+    report = _Reporter(connection)
+    while (task := inbox.get()) is not None:
+        try:
+            answer: JobRecord | Refused = run_task(task, setup, report)
+        except TonnageError as error:
+            answer = Refused(error.problems)
+        report.flush()
+        connection.send(answer)
+
+
+def _receive(connection: Connection, inbox: queue.SimpleQueue[Task | None]) -> None:
+    """Hand on what the run says; without a run there is nothing to finish, not even the file at hand."""
+    try:
+        while (task := connection.recv()) is not None:
+            inbox.put(task)
+    except (EOFError, ConnectionError):
+        os._exit(1)
+    inbox.put(None)
+
+
+if __name__ == "__main__":
+    try:
+        main(int(sys.argv[1]))
+    except ConnectionError:
+        sys.exit(1)  # the run is gone, and nobody is left to tell

@@ -1,0 +1,177 @@
+"""Preparations killed at random moments: what has a final name is whole, and the next run ends where it should.
+
+A small checkpoint is cut into many jobs that are read in small windows. A run says so often as it gets on; it, or one of
+its workers, is killed a random moment after a random one of these lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tonnage.checkpoint.config import parse_config
+from tonnage.synth.io import RehearsalOptions, write_rehearsal
+
+KILLS = 30
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 6,
+    "vocab_size": 301,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+RUN = """
+import sys
+from pathlib import Path
+from tonnage.api import open_checkpoint
+from tonnage.assignment import convert_to_mxfp8
+from tonnage.engines import engine
+from tonnage.errors import TonnageError
+from tonnage.placement import place
+from tonnage.prepare.request import PrepareOptions, prepare_placement
+from tonnage.prepare.run import run_preparation
+from tonnage.topology import Topology
+
+source, output = map(Path, sys.argv[1:])
+checkpoint = open_checkpoint(source)
+placement = place(convert_to_mxfp8(checkpoint.assignment), Topology(tp=2), engine("split"))
+options = PrepareOptions(workers=2, window_bytes=2048, job_bytes=400_000)
+try:
+    preparation = prepare_placement(
+        placement, source, output, options, headers=checkpoint.headers, digest=checkpoint.digest
+    )
+    run_preparation(preparation, lambda standing: print(standing.tasks_done, standing.resumed_bytes, flush=True))
+except TonnageError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+@dataclass
+class Run:
+    """A preparation in a process of its own."""
+
+    process: subprocess.Popen[str]
+
+    def line(self) -> str:
+        """Wait for the next line of progress; empty when it has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def workers(self) -> list[int]:
+        """Return its children."""
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end; return exit status and what it said on stderr."""
+        _, said = self.process.communicate(timeout=60)
+        return self.process.returncode, said
+
+
+def start(source: Path, output: Path) -> Run:
+    return Run(
+        subprocess.Popen(
+            [sys.executable, "-c", RUN, str(source), str(output)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    )
+
+
+def contents(output: Path) -> dict[str, bytes]:
+    """Every file under its final name; the summary without its times."""
+    found = {}
+    for path in output.rglob("*"):
+        relative = path.relative_to(output)
+        if path.is_file() and relative.parts[0] != ".prepare" and not path.name.endswith(".partial"):
+            found[relative.as_posix()] = path.read_bytes()
+    if "prepare.json" in found:
+        document = json.loads(found["prepare.json"])
+        del document["seconds"], document["worker_seconds"]
+        found["prepare.json"] = json.dumps(document).encode()
+    return found
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint with random weights."""
+    path = tmp_path_factory.mktemp("kills") / "source"
+    write_rehearsal(parse_config(LLAMA, name="small"), path, RehearsalOptions(scaled_down=True))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What an undisturbed run writes."""
+    output = tmp_path_factory.mktemp("kills") / "undisturbed"
+    run = start(source, output)
+    lines = 1
+    while run.line():
+        lines += 1
+    assert run.end() == (0, "")
+    assert lines > 20
+    assert not (output / ".prepare").exists()
+    return contents(output)
+
+
+def kill_once(run: Run, dice: random.Random, *, a_worker: bool) -> bool:
+    """Kill a run or one of its workers at a random moment; False if it ended before."""
+    for _ in range(dice.randrange(1, 20)):
+        if not run.line():
+            return False
+    time.sleep(dice.random() * 0.01)  # so that it is hit between any two lines, not right after one
+    workers = run.workers()
+    victim = dice.choice(workers) if a_worker and workers else run.process.pid
+    try:
+        os.kill(victim, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_whatever_is_killed_nothing_incomplete_has_a_final_name_and_the_end_is_the_same(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    dice = random.Random(20261130)  # noqa: S311 - reproducible moments, no secrets
+    kills = resumed = preparations = 0
+    while kills < KILLS:
+        output = tmp_path / str(preparations)
+        preparations += 1
+        for _ in range(4):
+            run = start(source, output)
+            a_worker = dice.random() < 0.4
+            if kill_once(run, dice, a_worker=a_worker):
+                kills += 1
+            status, said = run.end()
+            assert status in (0, -signal.SIGKILL, 2), said
+            if status == 2:
+                assert "its worker was killed; run the same command again to resume; found SIGKILL" in said
+            found = contents(output)
+            assert {name: found[name] == undisturbed[name] for name in found} == dict.fromkeys(found, True)
+            assert ("prepare.json" in found) == (status == 0 or found == undisturbed)
+        run = start(source, output)
+        first = run.line()
+        while run.line():
+            pass
+        assert run.end() == (0, "")
+        resumed += bool(first) and int(first.split()[1]) > 0
+        assert contents(output) == undisturbed
+        assert {path.name for path in output.rglob("*.partial")} == set()
+        assert not (output / ".prepare").exists()
+    assert resumed
