@@ -102,7 +102,7 @@ def test_refused_plan_says_what_would_fit(tonnage):
     assert done.returncode == 3
     assert plan["fits"] is False
     assert plan["reasons"][0].startswith("rank 0 needs ")
-    assert plan["suggestions"] == ["--convert mxfp8", "--tp 24"]
+    assert plan["suggestions"] == ["--convert mxfp8", "--pp 2", "--tp 24"]
 
 
 def test_tp_that_cannot_work_names_tensor_axis_divisor_and_the_sizes_that_do(tonnage):

@@ -222,7 +222,7 @@ def test_refusal_names_the_tensor_and_the_sizes_that_work(
     with pytest.raises(PlacementError) as refusal:
         place(assignment, Topology(tp=tp), engine(name))
     assert says in str(refusal.value)
-    assert str(refusal.value).endswith(f"--tp {tp} --engine {name}: tensor-parallel sizes that work: {works}")
+    assert str(refusal.value).startswith(f"--tp {tp} --engine {name}: tensor-parallel sizes that work: {works}\n")
 
 
 def test_no_width_that_leaves_channels_out() -> None:

@@ -23,6 +23,7 @@ from tonnage.checkpoint.config import parse_config
 from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
 KILLS = 30
+MOST_LINES = 25
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -46,10 +47,11 @@ from tonnage.prepare.request import PrepareOptions, prepare_placement
 from tonnage.prepare.run import run_preparation
 from tonnage.topology import Topology
 
-source, output = map(Path, sys.argv[1:])
+source, output = map(Path, sys.argv[1:3])
 checkpoint = open_checkpoint(source)
-placement = place(convert_to_mxfp8(checkpoint.assignment), Topology(tp=2), engine("split"))
-options = PrepareOptions(workers=2, window_bytes=2048, job_bytes=400_000)
+assignment = convert_to_mxfp8(checkpoint.assignment) if "convert" in sys.argv else checkpoint.assignment
+placement = place(assignment, Topology(tp=2), engine("split"))
+options = PrepareOptions(workers=2, window_bytes=2048, job_bytes=150_000)
 try:
     preparation = prepare_placement(
         placement, source, output, options, headers=checkpoint.headers, digest=checkpoint.digest
@@ -83,10 +85,10 @@ class Run:
         return self.process.returncode, said
 
 
-def start(source: Path, output: Path) -> Run:
+def start(source: Path, output: Path, *, convert: bool) -> Run:
     return Run(
         subprocess.Popen(
-            [sys.executable, "-c", RUN, str(source), str(output)],
+            [sys.executable, "-c", RUN, str(source), str(output), *["convert"] * convert],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -117,22 +119,23 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What an undisturbed run writes."""
-    output = tmp_path_factory.mktemp("kills") / "undisturbed"
-    run = start(source, output)
-    lines = 1
-    while run.line():
-        lines += 1
-    assert run.end() == (0, "")
-    assert lines > 20
-    assert not (output / ".prepare").exists()
-    return contents(output)
+def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict[str, bytes]]:
+    """What an undisturbed run writes, without and with conversion."""
+    found = {}
+    for convert in (False, True):
+        output = tmp_path_factory.mktemp("kills") / "undisturbed"
+        run = start(source, output, convert=convert)
+        lines = sum(1 for _ in iter(run.line, ""))
+        assert run.end() == (0, "")
+        assert lines >= MOST_LINES
+        assert not (output / ".prepare").exists()
+        found[convert] = contents(output)
+    return found
 
 
 def kill_once(run: Run, dice: random.Random, *, a_worker: bool) -> bool:
     """Kill a run or one of its workers at a random moment; False if it ended before."""
-    for _ in range(dice.randrange(1, 20)):
+    for _ in range(dice.randrange(1, MOST_LINES)):
         if not run.line():
             return False
     time.sleep(dice.random() * 0.01)  # so that it is hit between any two lines, not right after one
@@ -145,33 +148,35 @@ def kill_once(run: Run, dice: random.Random, *, a_worker: bool) -> bool:
     return True
 
 
+def check_contents(output: Path, wanted: dict[str, bytes], *, complete: bool) -> None:
+    """Every final name stands for a whole file, and the summary for a complete preparation."""
+    found = contents(output)
+    assert [name for name in found if found[name] != wanted.get(name)] == []
+    if complete or "prepare.json" in found:
+        assert found == wanted
+
+
 def test_whatever_is_killed_nothing_incomplete_has_a_final_name_and_the_end_is_the_same(
-    source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+    source: Path, undisturbed: dict[bool, dict[str, bytes]], tmp_path: Path
 ) -> None:
-    dice = random.Random(20261130)  # noqa: S311 - reproducible moments, no secrets
+    dice = random.Random(20261130)
     kills = resumed = preparations = 0
     while kills < KILLS:
-        output = tmp_path / str(preparations)
+        output, convert = tmp_path / str(preparations), preparations % 3 == 0
         preparations += 1
         for _ in range(4):
-            run = start(source, output)
-            a_worker = dice.random() < 0.4
-            if kill_once(run, dice, a_worker=a_worker):
-                kills += 1
+            run = start(source, output, convert=convert)
+            kills += kill_once(run, dice, a_worker=dice.random() < 0.4)
             status, said = run.end()
             assert status in (0, -signal.SIGKILL, 2), said
             if status == 2:
                 assert "its worker was killed; run the same command again to resume; found SIGKILL" in said
-            found = contents(output)
-            assert {name: found[name] == undisturbed[name] for name in found} == dict.fromkeys(found, True)
-            assert ("prepare.json" in found) == (status == 0 or found == undisturbed)
-        run = start(source, output)
+            check_contents(output, undisturbed[convert], complete=status == 0)
+        run = start(source, output, convert=convert)
         first = run.line()
-        while run.line():
-            pass
         assert run.end() == (0, "")
         resumed += bool(first) and int(first.split()[1]) > 0
-        assert contents(output) == undisturbed
+        check_contents(output, undisturbed[convert], complete=True)
         assert {path.name for path in output.rglob("*.partial")} == set()
         assert not (output / ".prepare").exists()
     assert resumed

@@ -19,25 +19,26 @@ from tonnage.checkpoint.strict_json import parse_object
 from tonnage.container import check_container
 from tonnage.credit import CreditInputs
 from tonnage.engines import engine as find_engine
-from tonnage.errors import CheckpointError, ConfigError, CreditError, Problem
+from tonnage.errors import CheckpointError, ConfigError, CreditError, PlacementError, Problem, UnitError
 from tonnage.formats.exl3_v1_manifest import parse_manifest
 from tonnage.formats.exl3_v1_names import DIALECTS
 from tonnage.inspection import counted_bytes
 from tonnage.matching import assign_headers
 from tonnage.memory.supply import Supply
-from tonnage.placement import TP_SIZES_TRIED, can_place, place
+from tonnage.placement import TP_SIZES_TRIED, place
 from tonnage.plan import Held, Plan, make_credit_plan, make_plan
 from tonnage.recipes.blueprint import blueprint_of
 from tonnage.topology import Engine, Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from tonnage.formats.exl3_v1_manifest import SlotManifest
 
 Convert = Literal["none", "mxfp8"]
 Estimator = Literal["exact", "credit"]
 _INDEX = "model.safetensors.index.json"
+_WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +70,13 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is asked of a plan; everything a command line can say.
+    """What is asked of a plan.
 
     Attributes:
         tp: Tensor-parallel size; likewise ``ep``, ``pp``, ``dcp``.
         engine: Whose placement rules.
-        supply: Usable bytes of one GPU; ``None`` asks only how much.
+        supply: What one GPU supplies: ``supply_bytes(find_gpu("h100"))`` or ``parse_supply("80GiB")``; ``None`` asks
+            only how much.
         reserve_bytes: Held per rank for everything outside the plan.
         convert: What preparation does to convertible weights.
         estimator: ``exact``, or ``credit`` for packages made elsewhere.
@@ -97,6 +99,26 @@ class PlanRequest:
     device_bytes: int | None = None
     draft: Checkpoint | None = None
     draft_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself or would be ignored.
+
+        Raises:
+            UnitError: Bytes are negative, a draft is given twice, or a credit without the credit estimator.
+        """
+        for name, nbytes in (("reserve", self.reserve_bytes), ("draft-bytes", self.draft_bytes)):
+            if nbytes < 0:
+                raise UnitError(Problem(where=f"--{name}", what="negative", expected="0 or more", found=str(nbytes)))
+        if self.draft is not None and self.draft_bytes:
+            raise UnitError(Problem(where="--draft, --draft-bytes", what="both given", expected="one of them"))
+        if self.estimator == "exact" and (self.credit_permille is not None or self.device_bytes is not None):
+            raise UnitError(
+                Problem(
+                    where="--credit-permille, --device-bytes",
+                    what="not used by the exact estimator",
+                    expected="--estimator credit",
+                )
+            )
 
     @property
     def topology(self) -> Topology:
@@ -162,26 +184,67 @@ def plan_checkpoint(checkpoint: Checkpoint, request: PlanRequest) -> Plan:
     if request.convert == "mxfp8":
         assignment = convert_to_mxfp8(assignment)
     placement = place(assignment, request.topology, find_engine(request.engine))
-    return make_plan(placement, supply=request.supply, held=held)
+    plan = make_plan(placement, supply=request.supply, held=held)
+    return replace(plan, notes=(*plan.notes, *_without_effect(assignment, request)))
+
+
+def _without_effect(assignment: Assignment, request: PlanRequest) -> Iterator[str]:
+    """Yield what was asked for and changed nothing."""
+    if request.convert == "mxfp8" and not any(entry.converted_from for entry in assignment.entries):
+        yield "--convert mxfp8 changes nothing: no convertible weight is stored plain"
+    if request.ep > 1 and not any(entry.module.rule.is_routed for entry in assignment.entries):
+        yield "--ep changes nothing: the model has no routed experts"
+    if request.dcp > 1:
+        yield "--dcp changes nothing: it moves no weights"
 
 
 def suggest(checkpoint: Checkpoint, request: PlanRequest) -> tuple[str, ...]:
-    """Return the smallest changes that would make a refused plan fit: conversion, then more ranks."""
+    """Return changes that would make a refused plan fit, the smallest first, at most three.
+
+    Tried: conversion, whole experts per rank, a second pipeline stage, the next larger tensor-parallel sizes, and each of
+    those with conversion.
+    """
     if request.estimator == "credit" or request.supply is None:
         return ()
-    found = []
-    if request.convert == "none" and _fits(checkpoint, replace(request, convert="mxfp8")):
-        found.append("--convert mxfp8")
-    for tp in TP_SIZES_TRIED:
-        if tp > request.tp and _fits(checkpoint, replace(request, tp=tp, ep=tp if request.ep > 1 else 1, dcp=1)):
-            found.append(f"--tp {tp}")
+    found: list[str] = []
+    for words, changed in _changes(checkpoint, request):
+        if len(found) == MOST_SUGGESTIONS:
             break
+        if not any(all(word in words for word in known.split(" with ")) for known in found) and _fits(
+            checkpoint, changed
+        ):
+            found.append(words)
     return tuple(found)
 
 
+MOST_SUGGESTIONS = 3
+_MORE_RANKS = 4
+
+
+def _changes(checkpoint: Checkpoint, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Yield changed requests, the smallest change first."""
+    routed = any(entry.module.rule.is_routed for entry in checkpoint.assignment.entries)
+    changes = [("", request)]
+    if routed and request.ep == 1 and request.tp > 1:
+        changes.append((f"--ep {request.tp}", replace(request, ep=request.tp)))
+    if request.pp == 1:
+        changes.append(("--pp 2", replace(request, pp=2)))
+    for tp in [tp for tp in TP_SIZES_TRIED if tp > request.tp][:_MORE_RANKS]:
+        changes.append((f"--tp {tp}", replace(request, tp=tp, ep=tp if request.ep > 1 else 1, dcp=1)))
+        if routed and request.ep == 1:
+            changes.append((f"--tp {tp} --ep {tp}", replace(request, tp=tp, ep=tp, dcp=1)))
+    for words, changed in changes:
+        if words:
+            yield words, changed
+        if request.convert == "none":
+            yield (f"{words} with " if words else "") + "--convert mxfp8", replace(changed, convert="mxfp8")
+
+
 def _fits(checkpoint: Checkpoint, request: PlanRequest) -> bool:
-    can = can_place(checkpoint.assignment, request.topology, find_engine(request.engine))
-    return can and bool(plan_checkpoint(checkpoint, request).fits)
+    try:
+        return bool(plan_checkpoint(checkpoint, request).fits)
+    except PlacementError:
+        return False
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -194,7 +257,23 @@ def _local(source: str | Path) -> Path:
                 where=str(source), what="remote sources cannot be read yet", expected="a directory or a config.json"
             )
         )
-    return Path(source)
+    path = Path(source)
+    if not path.exists() and not path.is_symlink():
+        hint = "a directory or a config.json; a model is not downloaded, give what is on disk"
+        raise CheckpointError(Problem(where=str(source), what="no such file or directory", expected=hint))
+    if path.suffix.lower() in _WEIGHT_SUFFIXES and not path.is_dir():
+        raise CheckpointError(
+            Problem(where=str(source), what="a file of weights", expected="its directory, or a config.json")
+        )
+    if path.is_dir() and not (path / "config.json").exists():
+        raise CheckpointError(Problem(where=str(source), what="no config.json here", expected="a model directory"))
+    return path
+
+
+def _weights_beside(path: Path) -> str:
+    """Name files of weights in a directory that are not read."""
+    names = sorted(entry.name for entry in path.iterdir() if entry.suffix.lower() in _WEIGHT_SUFFIXES)
+    return f"; not read: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else ""
 
 
 def _read_config(path: Path) -> tuple[ModelConfig, str]:
@@ -221,12 +300,10 @@ def _open_directory(path: Path) -> Checkpoint:
     if not any(path.glob("*.safetensors")) and not (path / _INDEX).exists():
         if manifest is not None:
             raise CheckpointError(Problem(where=str(path), what="a manifest, but no safetensors files"))
-        return Checkpoint(
-            name=config.name,
-            digest=digest_of_config,
-            assignment=assign_blueprint(blueprint),
-            headers=None,
-        )
+        note = f"no safetensors files in {path}: planned from config.json alone{_weights_beside(path)}"
+        assignment = assign_blueprint(blueprint)
+        noted = replace(assignment, notes=(note, *assignment.notes))
+        return Checkpoint(name=config.name, digest=digest_of_config, assignment=noted, headers=None)
     layer_files = tuple(layer.file for layer in manifest.layers) if manifest else ()
     headers = read_checkpoint_headers(path, also=layer_files)
     digest = begin_digest(path, headers)
@@ -264,32 +341,32 @@ def _optional_json(path: Path) -> dict[str, Any] | None:
 
 
 def _held(request: PlanRequest) -> tuple[Held, ...]:
-    """Return what a rank holds beside the target's weights."""
+    """Return what a rank holds beside the target's weights; under the credit estimator the draft is in its bytes."""
     held = []
-    if request.draft is not None:
-        draft = plan_checkpoint(
-            request.draft, PlanRequest(tp=request.tp, pp=1, engine=request.engine, convert=request.convert)
-        )
-        largest = max(ledger.weights_bytes for ledger in draft.ranks)
-        held.append(
-            Held(component="draft.weights", nbytes=largest, basis="exact", source=f"{request.draft.name}, largest rank")
-        )
+    if request.draft is not None and request.estimator == "exact":
+        source = f"{request.draft.name}, largest rank"
+        held.append(Held(component="draft.weights", nbytes=_draft_rank(request), basis="exact", source=source))
     if request.draft_bytes and request.estimator == "exact":
         share = -(-request.draft_bytes // request.tp)
-        held.append(
-            Held(
-                component="draft.weights", nbytes=share, basis="assumed", source="--draft-bytes, taken to be cut evenly"
-            )
-        )
-    held.append(
-        Held(
-            component="reserve",
-            nbytes=request.reserve_bytes,
-            basis="assumed",
-            source="--reserve, everything not planned",
-        )
-    )
+        source = "--draft-bytes, taken to be cut evenly"
+        held.append(Held(component="draft.weights", nbytes=share, basis="assumed", source=source))
+    reserve = "--reserve, everything not planned"
+    held.append(Held(component="reserve", nbytes=request.reserve_bytes, basis="assumed", source=reserve))
     return tuple(held)
+
+
+def _draft_rank(request: PlanRequest) -> int:
+    """Return what the largest rank holds of the draft, placed like the target.
+
+    Raises:
+        PlacementError: The draft cannot be placed so; the problems say that it is the draft.
+    """
+    assert request.draft is not None
+    alike = PlanRequest(tp=request.tp, engine=request.engine, convert=request.convert)
+    try:
+        return max(ledger.weights_bytes for ledger in plan_checkpoint(request.draft, alike).ranks)
+    except PlacementError as error:
+        raise PlacementError(*(replace(p, where=f"draft {p.where}") for p in error.problems)) from error
 
 
 def _credit_plan(checkpoint: Checkpoint, request: PlanRequest, held: tuple[Held, ...]) -> Plan:
@@ -312,7 +389,8 @@ def _credit_plan(checkpoint: Checkpoint, request: PlanRequest, held: tuple[Held,
         )
     device = request.device_bytes
     if device is None:
-        device = checkpoint.assignment.payload_bytes + request.draft_bytes
+        draft = request.draft.assignment.payload_bytes if request.draft else request.draft_bytes
+        device = checkpoint.assignment.payload_bytes + draft
     inputs = CreditInputs(
         device_bytes=device, tp_size=request.tp, counted_bf16_bytes=projections, latent_pair_bytes=latent
     )

@@ -244,7 +244,7 @@ class _Matcher:
         if not module.copies:
             return
         what = self._is_missing(module) + (
-            f" (and {module.copies} such tensors on this layer)" if module.copies > 1 else ""
+            f" (and {module.copies - 1} more such tensors on this layer)" if module.copies > 1 else ""
         )
         names = [_name(module, first, tuple(r[0] for r in module.rest)) + suffix for suffix in self._suffixes(module)]
         self._missing.add(len(names), (_problem(name, what) for name in names))

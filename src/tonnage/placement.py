@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TP_SIZES_TRIED", "Piece", "Placed", "Placement", "Share", "can_place", "place"]
 
+MOST_NAMED = 6
+"""Tensors that are written out when a topology is refused."""
+
 TP_SIZES_TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32, 48, 64, 72, 96)
 
 
@@ -85,7 +88,7 @@ class Placement:
     def rank_bytes(self, pp_rank: int, tp_rank: int) -> int:
         """Return all bytes one rank holds."""
         held = self.module_bytes(pp_rank, tp_rank)
-        added = sum(self.extra_multiplicity(extra, pp_rank) * extra.nbytes for extra in self.extras)
+        added = sum(self.extra_multiplicity(extra, pp_rank) * extra.nbytes[tp_rank] for extra in self.extras)
         return held + added + self.slot_bytes(pp_rank, tp_rank)
 
     def slot_bytes(self, pp_rank: int, tp_rank: int) -> int:
@@ -128,13 +131,14 @@ def place(assignment: Assignment, topology: Topology, engine: EngineModel) -> Pl
     placed, problems = _try_place(assignment, topology, engine)
     if problems:
         works = [str(tp) for tp in TP_SIZES_TRIED if can_place(assignment, _with_tp(topology, tp), engine)]
-        raise PlacementError(
-            *problems,
-            Problem(
-                where=f"--tp {topology.tp} --engine {engine.name}",
-                what="tensor-parallel sizes that work: " + (", ".join(works) or "none of those tried"),
-            ),
+        where = f"--tp {topology.tp} --engine {engine.name}"
+        sizes = "tensor-parallel sizes that work: " + (", ".join(works) or "none of those tried")
+        more = (
+            [Problem(where=where, what=f"and {len(problems) - MOST_NAMED} more tensors")]
+            if len(problems) > MOST_NAMED
+            else []
         )
+        raise PlacementError(Problem(where=where, what=sizes), *problems[:MOST_NAMED], *more)
     layers = 1 + max((max(p.entry.first) for p in placed if p.entry.module.layered and p.entry.first), default=-1)
     container = assignment.container
     return Placement(

@@ -89,12 +89,17 @@ class Held:
     source: str
 
 
-RemarkKind = Literal["whole on every rank", "not held", "held smaller"]
+RemarkKind = Literal[
+    "whole on every rank", "beyond the checkpoint, all ranks", "not held", "held smaller than stored"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remark:
-    """Bytes of one role that are not plainly cut, per rank (``not held``: of the checkpoint), and why."""
+    """Bytes of one role that are not plainly cut, and why.
+
+    Per rank of the stage that holds most; ``not held`` and ``beyond the checkpoint`` in all.
+    """
 
     kind: RemarkKind
     role: str
@@ -167,7 +172,7 @@ def make_plan(placement: Placement, *, supply: Supply | None, held: Sequence[Hel
         placement=placement,
         supply=supply,
         ranks=ranks,
-        notes=placement.assignment.notes,
+        notes=(*placement.assignment.notes, *_scope(placement, held)),
         remarks=_remarks(placement),
         pessimism=_held_pessimism(held),
     )
@@ -246,25 +251,42 @@ def _weight_lines(placement: Placement, pp_rank: int, tp_rank: int) -> tuple[Led
     lines = [exact_line(f"weights.{role}", by_role[role], sources[role]) for role in ROLES if by_role.get(role)]
     lines += [exact_line(f"padding.{role}", nbytes, why) for (role, why), nbytes in sorted(padding.items())]
     for extra in placement.extras:
-        nbytes = placement.extra_multiplicity(extra, pp_rank) * extra.nbytes
+        nbytes = placement.extra_multiplicity(extra, pp_rank) * extra.nbytes[tp_rank]
         if nbytes:
             lines.append(exact_line(extra.component, nbytes, f"{extra.why} ({extra.source})"))
     return tuple(lines)
 
 
 def _remarks(placement: Placement) -> tuple[Remark, ...]:
-    """Say what is held whole and why, what the engine does not hold, and what it holds smaller than stored."""
+    """Say what is held whole and why, what several ranks hold, what the engine does not hold, or smaller than stored."""
     sums: dict[tuple[RemarkKind, str, str], int] = defaultdict(int)
     for placed in placement.placed:
-        role, share = placed.entry.module.rule.role, placed.shares[0]
-        times = len(placed.entry.first) or 1
+        role = placed.entry.module.rule.role
+        times = max(placement.multiplicity(placed, pp_rank) for pp_rank in range(placement.topology.pp))
         if placed.how == "absent":
             sums["not held", role, placed.why] += placed.entry.nbytes
         elif placed.how == "replicated" and placement.topology.tp > 1:
-            sums["whole on every rank", role, placed.why] += share.held_bytes * times
-        for piece in share.pieces:
+            sums["whole on every rank", role, placed.why] += placed.shares[0].held_bytes * times
+        elif placed.how == "split":
+            more = sum(share.held_bytes for share in placed.shares) - placed.entry.copies * placed.entry.instance_bytes
+            if more > 0:
+                why = placed.why or "fewer heads than ranks: each is held by several"
+                sums["beyond the checkpoint, all ranks", role, why] += more * (len(placed.entry.first) or 1)
+        for piece in placed.shares[0].pieces:
             if piece.held_bytes < piece.slice_bytes:
-                less = (piece.slice_bytes - piece.held_bytes) * share.copies * times
-                sums["held smaller", role, piece.why] += less
+                less = (piece.slice_bytes - piece.held_bytes) * placed.shares[0].copies * times
+                sums["held smaller than stored", role, piece.why] += less
     rows = sorted(sums.items(), key=lambda item: (item[0][0], -item[1], item[0]))
     return tuple(Remark(kind=kind, role=role, nbytes=nbytes, why=why) for (kind, role, why), nbytes in rows)
+
+
+def _scope(placement: Placement, held: Sequence[Held]) -> tuple[str, ...]:
+    """Say what the ledger leaves out, and what the engine does not promise."""
+    reserved = any(h.component == "reserve" and h.nbytes for h in held)
+    room = "held only by the reserve" if reserved else "and nothing is reserved for them (--reserve)"
+    notes = [f"weights only: KV cache, activations, graphs and communication are not counted, {room}"]
+    assignment = placement.assignment
+    exl3 = assignment.container is not None or any(e.fmt.name.startswith("exl3") for e in assignment.entries)
+    if exl3 and placement.engine.name in ("vllm", "sglang"):
+        notes.append(f"upstream {placement.engine.name} loads no EXL3: this is how a fork with its rules would place it")
+    return tuple(notes)

@@ -36,16 +36,22 @@ def parse_size(text: str, *, where: str = "size") -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     unit = (match["unit"] or "B").upper() if match else ""
-    if match is None or unit not in UNITS:
+    bare = match is not None and not match["unit"]
+    if match is None or unit not in UNITS or (bare and not _is_bytes(match["number"])):
         raise UnitError(
             Problem(
                 where=where,
                 what="not a size",
-                expected="a number and a unit, such as 94.010GiB, 96GB or 1048576",
+                expected="a number and a unit, such as 94.010GiB or 96GB; bytes without one from 1048576",
                 found=repr(text),
             )
         )
     return int(Fraction(match["number"]) * UNITS[unit])
+
+
+def _is_bytes(number: str) -> bool:
+    """Whether a bare number can be meant as bytes: whole, and none or at least a MiB, so that 94 is no size."""
+    return "." not in number and (int(number) == 0 or int(number) >= MIB)
 
 
 def parse_number(text: str, *, where: str = "number") -> Fraction:

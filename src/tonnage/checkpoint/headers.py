@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
+_LFS_POINTER = b"version "
+"""How a git-lfs pointer begins. As a header length it is far out of range."""
+
+
 class TensorEntry(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """One tensor of a shard file.
 
@@ -95,6 +99,9 @@ def header_end(prefix: bytes, *, file_bytes: int, where: str) -> int:
         expected = f"at least {PREFIX_BYTES} bytes of header length"
         raise CheckpointError(Problem(where=where, what="truncated", expected=expected, found=found))
     length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
+    if prefix[:PREFIX_BYTES] == _LFS_POINTER:
+        expected = "the file itself: run `git lfs pull`"
+        raise CheckpointError(Problem(where=where, what="a git-lfs pointer", expected=expected))
     if not len(b"{}") <= length <= LONGEST_HEADER:
         expected = f"2 to {LONGEST_HEADER} bytes"
         raise CheckpointError(

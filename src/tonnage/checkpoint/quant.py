@@ -11,7 +11,7 @@ Sources:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ class QuantScheme:
         notes: What was ignored, and why.
         rates_unknown: Formats differ by tensor in a way only headers or ``quantization_config.json`` tell (EXL3).
         codebook: Codebook an EXL3 config names; empty if it names none.
+        act_order: GPTQ quantised in an order of activations, so that groups follow ``g_idx``.
     """
 
     method: str = "none"
@@ -58,6 +59,7 @@ class QuantScheme:
     notes: tuple[str, ...] = ()
     rates_unknown: bool = False
     codebook: str = ""
+    act_order: bool = False
 
     def format_of(self, name: str, kind: Kind) -> StorageFormat:
         """Return the format the config states for a module, ``plain`` where it states none."""
@@ -241,7 +243,7 @@ def _modelopt_format(facts: Mapping[str, Any]) -> StorageFormat:
 
 def _gptq(stated: Mapping[str, Any]) -> QuantScheme:
     fmt = q.gptq(_positive(stated.get("bits")), _positive(stated.get("group_size")))
-    return _auto(stated, "gptq", fmt)
+    return replace(_auto(stated, "gptq", fmt), act_order=stated.get("desc_act") is True)
 
 
 def _awq(stated: Mapping[str, Any]) -> QuantScheme:

@@ -31,9 +31,14 @@ def plan(
         str | None, typer.Option("--profile", help="What is to be served: cC-pP, concurrency and prefill chunk.")
     ] = None,
     context: Annotated[int | None, typer.Option("--context", min=1, help="Longest context in tokens.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", help="Dtype of the KV cache.")] = None,
+    kv_dtype: Annotated[
+        Literal["auto", "bf16", "fp8", "nvfp4", "int8", "int4"] | None,
+        typer.Option("--kv-dtype", help="Dtype of the KV cache."),
+    ] = None,
     draft: Annotated[str | None, typer.Option("--draft", help="A draft checkpoint, placed like the target.")] = None,
-    draft_bytes: Annotated[int, typer.Option("--draft-bytes", min=0, help="Or only its bytes, cut evenly.")] = 0,
+    draft_bytes: Annotated[
+        str, typer.Option("--draft-bytes", help=f"Or only its bytes, cut evenly, {_SIZE} or 5373504512.")
+    ] = "0",
     convert: Annotated[
         Literal["none", "mxfp8"], typer.Option("--convert", help="What preparation does to BF16 projections.")
     ] = "none",
@@ -65,8 +70,6 @@ def plan(
 
     if gpu is not None and supply is not None:
         raise UnitError(Problem(where="--gpu, --supply", what="both given", expected="one of them"))
-    if draft is not None and draft_bytes:
-        raise UnitError(Problem(where="--draft, --draft-bytes", what="both given", expected="one of them"))
     given = parse_supply(supply) if supply is not None else supply_bytes(find_gpu(gpu)) if gpu is not None else None
     served = parse_profile(profile, context_tokens=context, kv_dtype=kv_dtype)
     request = PlanRequest(
@@ -82,7 +85,7 @@ def plan(
         credit_permille=credit_permille,
         device_bytes=device_bytes,
         draft=open_checkpoint(draft) if draft is not None else None,
-        draft_bytes=draft_bytes,
+        draft_bytes=parse_size(draft_bytes, where="--draft-bytes"),
     )
     checkpoint = open_checkpoint(source)
     result = plan_checkpoint(checkpoint, request)

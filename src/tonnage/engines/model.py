@@ -31,14 +31,14 @@ class Extra:
 
     Attributes:
         component: Ledger line.
-        nbytes: Bytes for one value of the first index, on every tensor-parallel rank.
+        nbytes: Bytes for one value of the first index, per tensor-parallel rank.
         first: Layers that have it; empty for once per stage of ``stage``.
         why: The reason.
         source: Where the rule is stated.
     """
 
     component: str
-    nbytes: int
+    nbytes: tuple[int, ...]
     first: tuple[int, ...]
     why: str
     source: str

@@ -83,7 +83,7 @@ def _extras(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
         if module.rule.pattern.endswith(f".{ABSORBED_MODULE}") and module.rule.role == "attention":
             yield Extra(
                 component="engine.mla_absorbed",
-                nbytes=module.out_size // topology.tp * module.in_size * ABSORBED_BYTES,
+                nbytes=(module.out_size // topology.tp * module.in_size * ABSORBED_BYTES,) * topology.tp,
                 first=entry.first,
                 why="w_kc and w_vc of the rank's heads, BF16 copies beside kv_b_proj",
                 source="SGLang 0.5.23 srt/models/deepseek_v2.py, after loading",

@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
 VOCAB_MULTIPLE = 64
 FINEST_SCALE_BLOCK = 32
-FUSED_SECONDS = frozenset({"up_proj", "w3"})
+FUSED_FOLLOWERS = frozenset({"up_proj", "w3", "k_proj", "v_proj", "kv_a_proj_with_mqa"})
+NVFP4_BLOCK = 16
 KV_SCALARS_BYTES = 4 * 2
 KV_SCALARS_BYTES_CT = 3 * 4 + 3 * 2
 INPUT_SCALE_BYTES = 4
 DROPPED_SCALE_BYTES = 2
+BIAS_BYTES = 2
 
 
 def vocab_rows(vocab: int, _tp: int) -> int:
@@ -39,46 +41,77 @@ def vocab_rows(vocab: int, _tp: int) -> int:
 
 def held_shape(entry: Assigned, stored: Stored, local: Local, topology: Topology) -> tuple[tuple[int, ...], str] | None:
     """Return the shape vLLM keeps where it is not the plain slice."""
-    fmt, expert = entry.fmt.name, entry.module.rule.is_routed
+    rule, fmt, suffix = entry.module.rule, entry.fmt.name, stored.suffix
     _require_whole_blocks(entry, local, topology)
-    if fmt.startswith("fp8_e4m3_block") and stored.suffix in (".weight_scale_inv", ".scale", ".weight_scale"):
-        return _block_scales(entry, local, topology) if expert else None
-    if fmt == "nvfp4_e2m1" and expert and stored.suffix == ".weight_scale" and local.in_ % 16:
-        return (local.out, local.in_ // 16), "scales of a partial block are dropped"
-    second = entry.module.rule.pattern.rpartition(".")[2] in FUSED_SECONDS
-    if fmt.startswith("int") and expert and second and stored.suffix == ".weight_shape":
-        return (0,), "the shape is held once for gate and up"
+    if fmt.startswith("fp8_e4m3_block") and suffix in (".weight_scale_inv", ".scale", ".weight_scale"):
+        return _block_scales(entry, local, topology) if rule.is_routed else None
+    if fmt == "nvfp4_e2m1" and rule.is_routed and suffix == ".weight_scale" and local.in_ % NVFP4_BLOCK:
+        return (local.out, local.in_ // NVFP4_BLOCK), "scales of a partial block are dropped"
+    if fmt.startswith("int") and suffix == ".weight_shape" and _follows(entry):
+        return (0,), "the shape is held once for the fused module"
+    if fmt == "fp8_e4m3_tensor" and suffix == ".input_scale" and rule.is_routed and _follows(entry):
+        return ((0,), "the input scale is held once for gate and up") if entry.module.method != "modelopt" else None
+    if fmt.startswith(("gptq", "awq")):
+        return _word_packed(entry, stored, local)
     parts = len(entry.module.out)
-    if stored.shape == () and stored.dtype == "F32" and parts > 1 and not expert:
+    if stored.shape == () and stored.dtype == "F32" and parts > 1 and not rule.is_routed:
         return (parts,), "one scalar for every fused part"
     return None
+
+
+def _follows(entry: Assigned) -> bool:
+    """Whether the module is loaded behind another one into the same fused module."""
+    return entry.module.rule.pattern.rpartition(".")[2] in FUSED_FOLLOWERS
+
+
+def _word_packed(entry: Assigned, stored: Stored, local: Local) -> tuple[tuple[int, ...], str] | None:
+    """GPTQ and AWQ: no order of activations; experts whose width is no whole groups are regrouped (``moe_wna16.py``)."""
+    if stored.suffix == ".g_idx":
+        return (0,), "not held without an order of activations"
+    fine = _expert_group(entry, local)
+    if fine == entry.fmt.in_grain or stored.suffix not in (".scales", ".qzeros"):
+        return None
+    if stored.suffix == ".qzeros" and entry.fmt.name.startswith("gptq"):
+        return (0,), "no zero points where experts are regrouped"
+    per_word = entry.fmt.out_grain if stored.suffix == ".qzeros" else 1
+    return (-(-local.in_ // fine), local.out // per_word), f"experts regrouped by {fine}"
+
+
+def _expert_group(entry: Assigned, local: Local) -> int:
+    """Return the group experts are held in: the stored one, halved until a rank's width is whole groups."""
+    group, rule = entry.fmt.in_grain, entry.module.rule
+    width = local.in_ if rule.split == "row" else local.out
+    while rule.is_routed and width % group and group > FINEST_SCALE_BLOCK:
+        group //= 2
+    return group
 
 
 def held_dtype(entry: Assigned, stored: Stored) -> tuple[str, str] | None:
     """Return another dtype than the stored one.
 
-    Channel scales of FP8 are held in F32 (``compressed_tensors_w8a8_fp8.py``), shapes of packed experts in the model dtype
-    (``compressed_tensors_moe_wna16.py``).
+    Channel scales of FP8 are held in F32 (``compressed_tensors_w8a8_fp8.py``), shapes of packed weights in I64
+    (``compressed_tensors_wNa16.py``), those of experts in the model dtype (``compressed_tensors_moe_wna16.py``).
     """
     if entry.fmt.name == "fp8_e4m3_channel" and stored.suffix == ".weight_scale" and stored.dtype != "F32":
         return "F32", "scales are held in F32"
-    second = entry.module.rule.pattern.rpartition(".")[2] in FUSED_SECONDS
-    if entry.module.rule.is_routed and entry.fmt.name.startswith("int") and stored.suffix == ".weight_shape" and not second:
-        return "BF16", "the shape is held in the model dtype"
+    if entry.fmt.name.startswith("int") and stored.suffix == ".weight_shape" and not _follows(entry):
+        return ("BF16", "held in the model dtype") if entry.module.rule.is_routed else ("I64", "held as I64")
     return None
 
 
 def _require_whole_blocks(entry: Assigned, local: Local, topology: Topology) -> None:
     """Refuse a cut inside a scale block, which vLLM refuses as well.
 
-    Experts in block FP8 are kept on a finer grid instead (:func:`_block_scales`); those in NVFP4 and MXFP4 are allocated all
-    the same. Sources: ``fp8_utils.py`` ``validate_fp8_block_shape``, ``modelopt.py``, ``gptq_marlin.py``, ``mxfp8_utils.py``.
+    Experts in block FP8 (``quant_method`` fp8), GPTQ and AWQ are kept on a finer grid instead; those in NVFP4 and MXFP4 are
+    allocated all the same. Sources: ``fp8_utils.py`` ``validate_fp8_block_shape``, ``modelopt.py``, ``gptq_marlin.py``,
+    ``mxfp8_utils.py``.
 
     Raises:
         PlacementError: A rank's part of the cut axis is no whole number of blocks.
     """
     rule, fmt = entry.module.rule, entry.fmt
-    if topology.tp == 1 or (rule.is_routed and fmt.name.startswith(("fp8_e4m3_block", "nvfp4", "mxfp4"))):
+    finer = ("nvfp4", "mxfp4", "gptq", "awq", *(["fp8_e4m3_block"] if entry.module.method == "fp8" else []))
+    if topology.tp == 1 or (rule.is_routed and fmt.name.startswith(finer)):
         return
     for axis, mine, whole, grain in (
         ("in", local.in_, entry.module.in_size, fmt.in_grain),
@@ -118,8 +151,26 @@ def _block_scales(entry: Assigned, local: Local, topology: Topology) -> tuple[tu
 
 
 def extras(assignment: Assignment, topology: Topology) -> tuple[Extra, ...]:
-    """Return rows a fused module is rounded up by, and the scalars of quantised KV caches and of NVFP4 inputs."""
-    return (*_fused_rows(assignment, topology), *_kv_scalars(assignment), *_input_scales(assignment, topology))
+    """Return rows a fused module is rounded up by, scalars of quantised KV caches and NVFP4 inputs, biases of GPTQ."""
+    return (
+        *_fused_rows(assignment, topology),
+        *_kv_scalars(assignment, topology),
+        *_input_scales(assignment, topology),
+        *_gptq_biases(assignment, topology),
+    )
+
+
+def check(assignment: Assignment, topology: Topology) -> tuple[Problem, ...]:
+    """Refuse whole experts per rank in a family without experts, and GPTQ in an order of activations."""
+    problems = []
+    sections = assignment.blueprint.recipe.sections
+    where = f"--engine vllm --ep {topology.ep}"
+    if topology.ep > 1 and not any(rule.is_routed for section in sections for rule in section.rules):
+        problems.append(Problem(where=where, what="the model has no routed experts", expected="--ep 1"))
+    if assignment.blueprint.scheme.act_order and topology.tp > 1:
+        what = "GPTQ in an order of activations (desc_act) is not cut"
+        problems.append(Problem(where=f"--engine vllm --tp {topology.tp}", what=what, expected="--tp 1"))
+    return tuple(problems)
 
 
 def _fused_rows(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
@@ -144,14 +195,14 @@ def _rounding(
         stored = entries[0].stored[0]
         yield Extra(
             component=f"padding.{name}",
-            nbytes=missing * entries[0].module.in_size * stored.nbytes // (entries[0].module.out_size * entries[0].module.in_size),
+            nbytes=(missing * (stored.nbytes // entries[0].module.out_size),) * tp,
             first=first,
             why=rule.why,
             source=f"{entries[0].module.section.name}.toml [vllm.fused]",
         )
 
 
-def _kv_scalars(assignment: Assignment) -> Iterator[Extra]:
+def _kv_scalars(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
     """Attention layers of a checkpoint with scaled KV caches own q, k, v and probability scales in the model dtype.
 
     compressed-tensors: q, k and v scales in F32, and as many zero points in the model dtype.
@@ -169,7 +220,7 @@ def _kv_scalars(assignment: Assignment) -> Iterator[Extra]:
         method = "compressed_tensors.py CompressedTensorsKVCacheMethod" if ct else "kv_cache.py BaseKVCacheMethod"
         yield Extra(
             component="engine.kv_scales",
-            nbytes=KV_SCALARS_BYTES_CT if ct else KV_SCALARS_BYTES,
+            nbytes=(KV_SCALARS_BYTES_CT if ct else KV_SCALARS_BYTES,) * topology.tp,
             first=tuple(sorted(layers)),
             why=f"q, k, v scales and {'zero points' if ct else 'probability scales'} of every attention layer",
             source=f"vLLM 0.32.0 quantization/{method}.create_weights",
@@ -177,10 +228,7 @@ def _kv_scalars(assignment: Assignment) -> Iterator[Extra]:
 
 
 def _input_scales(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
-    """NVFP4 of modelopt: input scales of all experts on every rank, and one to drop for every weight-only linear part.
-
-    Where ranks hold unequal numbers of experts, the rank with the fewest is counted.
-    """
+    """NVFP4 of modelopt: input scales of all experts on every rank, and one to drop for every weight-only linear part."""
     last = max((max(e.first) for e in assignment.entries if e.module.layered and e.first), default=0)
     for entry in assignment.entries:
         module, suffixes = entry.module, {tensor.suffix for tensor in entry.stored}
@@ -189,20 +237,48 @@ def _input_scales(assignment: Assignment, topology: Topology) -> Iterator[Extra]
         stored = ".input_scale" in suffixes
         if module.rule.is_routed:
             experts = module.stack or entry.copies
-            missing = experts - (expert_counts(experts, topology.ep)[-1] if stored else 0)
-            nbytes, why = missing * INPUT_SCALE_BYTES, "input scales of all experts are kept on every rank"
+            here = expert_counts(experts, topology.ep) if topology.ep > 1 else (experts,) * topology.tp
+            missing = tuple(experts - (mine if stored else 0) for mine in here)
+            nbytes = tuple(INPUT_SCALE_BYTES * count * len(module.out) for count in missing)
+            why = "input scales of all experts are kept on every rank"
         else:
-            nbytes, why = (0 if stored else DROPPED_SCALE_BYTES), "an input scale to read and drop, in the model dtype"
-        if nbytes:
+            nbytes = (0 if stored else DROPPED_SCALE_BYTES * len(module.out),) * topology.tp
+            why = "an input scale to read and drop, in the model dtype"
+        if any(nbytes):
             yield Extra(
                 component="engine.input_scales",
-                nbytes=nbytes * len(module.out),
+                nbytes=nbytes,
                 first=entry.first or (last,),
                 why=why,
                 source="vLLM 0.32.0 quantization/modelopt.py ModelOptNvFp4FusedMoE.create_weights, _DropInputScale",
             )
 
 
+def _gptq_biases(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
+    """GPTQ experts are created with a bias each, unless they are regrouped."""
+    for entry in assignment.entries:
+        module = entry.module
+        if not (module.rule.is_routed and entry.fmt.name.startswith("gptq")):
+            continue
+        cut = 1 if module.rule.split == "row" else topology.expert_tp
+        local = Local(out=module.out_size // cut, in_=module.in_size // (topology.expert_tp // cut), experts=0)
+        if _expert_group(entry, local) == entry.fmt.in_grain:
+            here = expert_counts(entry.copies, topology.ep) if topology.ep > 1 else (entry.copies,) * topology.tp
+            yield Extra(
+                component="engine.expert_biases",
+                nbytes=tuple(BIAS_BYTES * local.out * mine for mine in here),
+                first=entry.first,
+                why="a bias for every expert, created before the weights are read",
+                source="vLLM 0.32.0 quantization/auto_gptq.py",
+            )
+
+
 VLLM = EngineModel(
-    name="vllm", uneven=False, vocab_rows=vocab_rows, held_shape=held_shape, extras=extras, held_dtype=held_dtype
+    name="vllm",
+    uneven=False,
+    vocab_rows=vocab_rows,
+    held_shape=held_shape,
+    extras=extras,
+    held_dtype=held_dtype,
+    check=check,
 )

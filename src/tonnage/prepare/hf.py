@@ -7,15 +7,15 @@ against every module: a list of names that catches one module too many is no con
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from tonnage.assignment import Assigned, Assignment
 from tonnage.checkpoint.quant import QuantScheme, parse_quantization
 from tonnage.errors import Problem, TonnageError, UnknownFormatError, raise_if_any
 from tonnage.formats.quantized import MX_BLOCK
-from tonnage.recipes.blueprint import Module, masked
+from tonnage.prepare.hf_names import holders, is_plain, regexes, wildcards
+from tonnage.recipes.blueprint import Module
 
 QuantStyle = Literal["compressed-tensors", "modelopt"]
 CONFIG_FILE = "config.json"
@@ -23,15 +23,13 @@ HF_QUANT_FILE = "hf_quant_config.json"
 """Stays behind where the config states a conversion: it would contradict."""
 
 _KEY, _TEXT = "quantization_config", "text_config"
+_CARRIED = "_hf_quant_config"
+"""Where a config file alone carries its neighbour."""
 _GROUP = "mxfp8"
 _FORMAT = "mxfp8-quantized"
 _MIXED = "mixed-precision"
-_LAYERS_PER_ENTRY = 64
-"""Layers written into one pattern: patterns have a length limit."""
 _UNTOUCHED = frozenset({"vision", "projector", "audio", "head"})
 """Roles the reader of an exl3-v1 checkpoint leaves in BF16 whatever its lists say."""
-_EXPERT_PARTS = "(gate_proj|up_proj|down_proj)"
-_INDEX = re.compile(r"\{[a-z_]+\}")
 _WEIGHTS = {
     "num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": MX_BLOCK, "dynamic": False,
     "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
@@ -58,8 +56,7 @@ def config_bytes(assignment: Assignment, style: QuantStyle) -> bytes | None:
 
 def _stated(fields: Mapping[str, Any]) -> _Fields | None:
     """Return what the source config says, wherever it says it."""
-    stated = fields.get(_KEY)
-    text = fields.get(_TEXT)
+    stated, text = fields.get(_KEY), fields.get(_TEXT)
     if stated is None and isinstance(text, dict):
         stated = text.get(_KEY)
     return stated if isinstance(stated, dict) else None
@@ -67,7 +64,7 @@ def _stated(fields: Mapping[str, Any]) -> _Fields | None:
 
 def _restated(fields: Mapping[str, Any], statement: _Fields) -> _Fields:
     """Return the config with another statement in the place of its own."""
-    restated = {key: value for key, value in fields.items() if not key.startswith("_")}
+    restated = {key: value for key, value in fields.items() if not key.startswith(_CARRIED)}
     text = fields.get(_TEXT)
     if fields.get(_KEY) is None and isinstance(text, dict) and text.get(_KEY) is not None:
         return {**restated, _TEXT: {**text, _KEY: statement}}
@@ -110,7 +107,7 @@ def _compressed_tensors(assignment: Assignment, stated: _Fields) -> _Fields:
         key: {**group, "format": group.get("format") or stated.get("format")}
         for key, group in stated["config_groups"].items()
     }
-    targets = ["Linear"] if not before else sorted(_ct_names(assignment, lambda entry: bool(entry.converted_from)))
+    targets = ["Linear"] if not before else sorted(regexes(assignment, lambda entry: bool(entry.converted_from)))
     group = {
         "targets": targets,
         "weights": _WEIGHTS,
@@ -124,7 +121,7 @@ def _compressed_tensors(assignment: Assignment, stated: _Fields) -> _Fields:
         "format": _MIXED if before else _FORMAT,
         "quantization_status": "compressed",
         "config_groups": {_GROUP: group, **before},
-        "ignore": sorted(_ct_names(assignment, _is_plain)),
+        "ignore": sorted(regexes(assignment, is_plain)),
     }
 
 
@@ -139,7 +136,7 @@ def _modelopt(assignment: Assignment) -> _Fields:
         "quant_algo": "MXFP8",
         "group_size": MX_BLOCK,
         "kv_cache_quant_algo": None,
-        "exclude_modules": sorted(_wildcards(assignment)),
+        "exclude_modules": sorted(wildcards(assignment)),
     }
 
 
@@ -156,7 +153,7 @@ def _modelopt_mixed(assignment: Assignment, source: Mapping[str, Any]) -> _Field
     layers: dict[str, Any] = dict(before)
     for entry in assignment.entries:
         if entry.module.rule.is_linear and not entry.fmt.is_plain:
-            for name in _holders(entry):
+            for name in holders(entry):
                 if entry.converted_from:
                     layers[name] = {"quant_algo": "MXFP8", "group_size": MX_BLOCK}
                 elif not before:
@@ -167,7 +164,7 @@ def _modelopt_mixed(assignment: Assignment, source: Mapping[str, Any]) -> _Field
         "quant_method": "modelopt",
         "quant_algo": "MIXED_PRECISION",
         "kv_cache_quant_algo": source.get("kv_cache_quant_algo"),
-        "exclude_modules": sorted(_wildcards(assignment)),
+        "exclude_modules": sorted(wildcards(assignment)),
         "quantized_layers": dict(sorted(layers.items())),
     }
 
@@ -182,7 +179,7 @@ def _beside_container(assignment: Assignment, stated: _Fields) -> _Fields:
     kept = {
         _last(entry.module)
         for entry in assignment.entries
-        if _is_plain(entry) and entry.module.rule.role not in _UNTOUCHED
+        if is_plain(entry) and entry.module.rule.role not in _UNTOUCHED
     }
     raise_if_any(
         UnknownFormatError,
@@ -194,81 +191,8 @@ def _beside_container(assignment: Assignment, stated: _Fields) -> _Fields:
     return {**stated, "dense_format": "mxfp8", "ignored_layers": sorted(kept)}
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
-def _is_plain(entry: Assigned) -> bool:
-    return entry.module.rule.is_linear and entry.fmt.is_plain
-
-
 def _last(module: Module) -> str:
     return module.rule.pattern.rpartition(".")[2]
-
-
-def _chosen(
-    assignment: Assignment, chosen: Callable[[Assigned], bool]
-) -> Iterator[tuple[Module, tuple[int, ...] | None]]:
-    """Yield modules of the chosen entries, and their layers where others of the same name are not chosen."""
-    layers: dict[str, list[int]] = {}
-    modules: dict[str, Module] = {}
-    others: set[str] = set()
-    for entry in assignment.entries:
-        name = masked(entry.module.rule.pattern)
-        if chosen(entry):
-            modules.setdefault(name, entry.module)
-            layers.setdefault(name, []).extend(entry.first)
-        else:
-            others.add(name)
-    for name, module in modules.items():
-        yield module, tuple(sorted(set(layers[name]))) if name in others else None
-
-
-def _ct_names(assignment: Assignment, chosen: Callable[[Assigned], bool]) -> Iterator[str]:
-    """Yield names as compressed-tensors matches them: literal, or ``re:`` with digits for every index."""
-    for module, layers in _chosen(assignment, chosen):
-        pattern = module.rule.pattern
-        if not _INDEX.search(pattern):
-            yield pattern
-            continue
-        for numbers in _groups(layers):
-            yield f"re:{_as_regex(pattern, numbers)}$"
-            around, found, _ = pattern.partition(".experts.")
-            if found and module.rule.is_routed:
-                # Engines ask for the experts of a fused layer under these names, whatever theirs are.
-                yield rf"re:{_as_regex(around, numbers)}\.experts\.[0-9]+\.{_EXPERT_PARTS}$"
-
-
-def _groups(layers: tuple[int, ...] | None) -> Iterator[str]:
-    """Yield what stands for the first index: any number, or so many of those meant at once."""
-    if layers is None:
-        yield "[0-9]+"
-        return
-    for begin in range(0, len(layers), _LAYERS_PER_ENTRY):
-        yield "(" + "|".join(map(str, layers[begin : begin + _LAYERS_PER_ENTRY])) + ")"
-
-
-def _as_regex(pattern: str, first: str) -> str:
-    head, *tail = map(re.escape, _INDEX.split(pattern))
-    return head + "".join(("[0-9]+" if place else first) + part for place, part in enumerate(tail))
-
-
-def _wildcards(assignment: Assignment) -> Iterator[str]:
-    """Yield names as modelopt excludes them: with ``*``, as an entry without one would match inside other names too."""
-    for module, layers in _chosen(assignment, _is_plain):
-        pattern = module.rule.pattern
-        for layer in layers if layers is not None else ("*",):
-            name = _INDEX.sub("*", _INDEX.sub(str(layer), pattern, count=1))
-            yield name if "*" in name else f"*{name}"
-
-
-def _holders(entry: Assigned) -> Iterator[str]:
-    """Yield the names of an entry's modules; of routed experts that of the module around them, once a layer."""
-    module = entry.module
-    around, found, _ = module.rule.pattern.partition(".experts.")
-    for first in entry.first or (None,):
-        index = () if first is None else (str(first),)
-        numbers = iter((*index, *("0" for _ in module.rest)))
-        yield _INDEX.sub(lambda _: next(numbers), f"{around}.experts" if found else module.rule.pattern)  # noqa: B023
 
 
 # --- read back --------------------------------------------------------------------------------------------------------
@@ -284,7 +208,7 @@ def _unsaid(assignment: Assignment, restated: _Fields, style: QuantStyle) -> Ite
         yield from error.problems
         return
     for entry in assignment.entries:
-        if entry.module.rule.is_linear:
+        if entry.module.rule.is_linear and entry.module.rule.role != "embedding":
             wrong = next(_wrongly_named(entry, scheme), None)
             if wrong is not None:
                 what = f"a config in the style of {style} cannot single this module out"

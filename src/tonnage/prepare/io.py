@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Hash = Literal["blake3", "sha256"]
 
 PARTIAL = ".partial"
+WRITE_BACK_BYTES = 8 << 20
 RESUME = "run the same command again to resume"
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -186,6 +187,7 @@ class NewFile:
         self.path = path
         self.nbytes = nbytes
         self.position = 0
+        self._begun = 0
         self._digest = digest
         self._partial = path.with_name(f".{path.name}.{tag}{PARTIAL}")
         with writing(path):
@@ -206,6 +208,10 @@ class NewFile:
             while done < len(piece):
                 done += os.write(self._descriptor, piece[done:])
         self.position += done
+        if self.position - self._begun >= WRITE_BACK_BYTES:
+            # Dirty pages are not dropped by this; Linux begins to write them, so that the sync at the end is short.
+            os.posix_fadvise(self._descriptor, self._begun, self.position - self._begun, os.POSIX_FADV_DONTNEED)
+            self._begun = self.position
 
     def zeros(self, nbytes: int) -> None:
         """Add zero bytes at the end."""

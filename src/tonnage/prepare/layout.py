@@ -23,7 +23,20 @@ FORMAT = "tonnage.rank/1"
 SIDE_FILE_BYTES = 64 << 20
 _SIDE_SUFFIXES = (".json", ".model", ".tiktoken", ".jinja", ".txt")
 _SIDE_PREFIXES = ("tokenizer", "LICENSE", "NOTICE")
-_NEVER = (".py", ".pyc", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".safetensors", ".index.json")
+_NEVER = (
+    ".py",
+    ".pyc",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".pkl",
+    ".pickle",
+    ".safetensors",
+    ".index.json",
+    "prepare.json",
+)
+"""Code, weights, pickles, indexes; and what an earlier preparation said of itself."""
 _PREFIX_BYTES = 8
 _HEADER_MULTIPLE = 8
 _WHOLE = "0"

@@ -9,7 +9,8 @@ from tonnage.errors import Problem
 from tonnage.prepare.io import FileFacts, Hash
 from tonnage.prepare.jobs import Job, ScaleRule, WholeFile
 
-WINDOW_BYTES = 8 << 20
+WINDOW_BYTES = 2 << 20
+"""Read, hashed and written while it is still in the cache of a core; larger windows were slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,9 +200,9 @@ def quantize(  # noqa: PLR0913 - an input, two outputs, and three decisions nobo
 def decode(codes: NDArray[np.uint8], scales: NDArray[np.uint8], out: NDArray[np.float32] | NDArray[np.uint16]) -> None:
     """Write the values of codes: code times ``2**(scale - 127)``.
 
-    float32 holds them exactly but for those beyond its range (scale bytes above 246), which become infinite. So does
-    BF16, but for its subnormals, which are rounded to nearest even. The code 0x7F, of either sign, and all of a block
-    with scale byte 255 are NaN.
+    float32 holds them exactly but for those beyond its range, which become infinite: 448 times a scale byte above 246,
+    and what was 1.9375 * 2**127 or more. So does BF16, but for its subnormals, which are rounded to nearest even. The
+    code 0x7F, of either sign, and all of a block with scale byte 255 are NaN.
 
     Args:
         codes: E4M3, shape [rows, columns], columns a multiple of 32; contiguous within rows.

@@ -75,8 +75,11 @@ class Rule(NamedTuple):
 
 def _compiled(function: Function) -> Function:
     """Compile on first call, from then on from numba's cache; without the interpreter's lock."""
-    decorate = numba.njit(cache=True, nogil=True, error_model="numpy", boundscheck=False)
-    return cast("Function", decorate(function))
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+    try:
+        return cast("Function", numba.njit(cache=True, **options)(function))
+    except RuntimeError:  # no directory to cache in may be written: every process compiles, in about a second
+        return cast("Function", numba.njit(**options)(function))
 
 
 def _lowered(function: Callable[..., Any]) -> Any:
@@ -104,14 +107,14 @@ class _Lanes:
         """Return a cast of every lane: ``zext``, ``trunc``, ``fpext``, ``bitcast``."""
         return getattr(self.b, how)(vector, ir.VectorType(kind, LANES))
 
-    def load(self, kind: Any, address: Any, align: int = 1) -> Any:
+    def load(self, kind: Any, address: Any) -> Any:
         """Return 32 lanes of memory."""
         vector = ir.VectorType(kind, LANES)
-        return self.b.load(self.b.inttoptr(address, vector.as_pointer()), align=align)
+        return self.b.load(self.b.inttoptr(address, vector.as_pointer()), align=1)
 
-    def store(self, vector: Any, address: Any, align: int = 1) -> None:
+    def store(self, vector: Any, address: Any) -> None:
         """Write 32 lanes to memory."""
-        self.b.store(vector, self.b.inttoptr(address, vector.type.as_pointer()), align=align)
+        self.b.store(vector, self.b.inttoptr(address, vector.type.as_pointer()), align=1)
 
     def smaller(self, a: Any, b: Any) -> Any:
         """Return the smaller of unsigned lanes."""
@@ -129,8 +132,20 @@ class _Lanes:
             wide = self.cast("zext", self.load(I16, address), I32)
             return self.cast("bitcast", self.b.shl(wide, self.splat(I32, 16)), F32)
         if kind == F16:
-            return self.cast("fpext", self.load(ir.HalfType(), address), F32)
+            return self.half(self.cast("zext", self.load(I16, address), I32))
         return self.load(F32, address)
+
+    def half(self, bits: Any) -> Any:
+        """Return F16 bits, widened to i32, as float32: LLVM's own cast is missing on processors without F16C."""
+        magnitude = self.b.and_(bits, self.splat(I32, 0x7FFF))
+        finite = self.b.icmp_unsigned("<", magnitude, self.splat(I32, 0x7C00))
+        raised = self.b.select(finite, self.splat(I32, (127 - 15) << 23), self.splat(I32, (255 - 31) << 23))
+        normal = self.b.add(self.b.shl(magnitude, self.splat(I32, 13)), raised)
+        subnormal = self.b.fmul(self.cast("sitofp", magnitude, F32), self.splat(F32, 2.0**-24))
+        small = self.b.icmp_unsigned("<", magnitude, self.splat(I32, 1 << 10))
+        value = self.b.select(small, self.cast("bitcast", subnormal, I32), normal)
+        sign = self.b.shl(self.b.and_(bits, self.splat(I32, 0x8000)), self.splat(I32, 16))
+        return self.cast("bitcast", self.b.or_(value, sign), F32)
 
     def power(self, exponent: Any) -> Any:
         """Return ``2**exponent`` as a float32 scalar for an i64 from -127 to 127."""
@@ -156,13 +171,9 @@ class _Lanes:
         lanes = LANES
         while lanes > 1:
             lanes //= 2
-            halves = [
-                self.b.shuffle_vector(
-                    vector, vector, ir.Constant(ir.VectorType(I32, lanes), [I32(start + i) for i in range(lanes)])
-                )
-                for start in (0, lanes)
-            ]
-            vector = self.b.fadd(*halves)
+            places = [[I32(begin + lane) for lane in range(lanes)] for begin in (0, lanes)]
+            masks = [ir.Constant(ir.VectorType(I32, lanes), half) for half in places]
+            vector = self.b.fadd(*(self.b.shuffle_vector(vector, vector, mask) for mask in masks))
         return self.b.extract_element(vector, I32(0))
 
 
@@ -181,14 +192,11 @@ def _largest(_context: Any, kind: Any, address: Any) -> Any:
 
     def build(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         lanes = _Lanes(builder)
-        if signature.args[0] == FLOAT:
-            bits = builder.and_(lanes.load(I32, arguments[1]), lanes.splat(I32, 0x7FFFFFFF))
-            return builder.zext(_largest_lane(builder, bits), I64)
-        bits = builder.and_(lanes.load(I16, arguments[1]), lanes.splat(I16, 0x7FFF))
-        top = _largest_lane(builder, bits)
         if signature.args[0] == BF16:
-            return builder.shl(builder.zext(top, I64), I64(16))
-        return builder.zext(builder.bitcast(builder.fpext(builder.bitcast(top, ir.HalfType()), F32), I32), I64)
+            words = builder.and_(lanes.load(I16, arguments[1]), lanes.splat(I16, 0x7FFF))
+            return builder.shl(builder.zext(_largest_lane(builder, words), I64), I64(16))
+        bits = lanes.cast("bitcast", lanes.floats(signature.args[0], arguments[1]), I32)
+        return builder.zext(_largest_lane(builder, builder.and_(bits, lanes.splat(I32, 0x7FFFFFFF))), I64)
 
     return types.int64(kind, address), build
 
@@ -327,10 +335,18 @@ def _put(_context: Any, address: Any, byte: Any) -> Any:
 
 @_lowered
 def _is_bf16(_context: Any, kind: Any) -> Any:
-    """Return, while compiling, whether a dtype's stand-in is that of BF16."""
-    return types.boolean(kind), lambda _context, _builder, signature, _arguments: ir.IntType(1)(
-        signature.args[0] == BF16
-    )
+    """Return, known when compiling, whether a dtype's stand-in is that of BF16."""
+    return types.boolean(kind), lambda _context, _builder, signature, _: ir.IntType(1)(signature.args[0] == BF16)
+
+
+@_compiled
+def _encode_nonfinite(kind: Any, values: int, codes: int, scale: int) -> None:
+    """Write the codes of a block with an infinity or a NaN."""
+    if scale == NAN_SCALE:
+        for lane in range(LANES):
+            _put(codes + lane, NAN_CODE)
+    else:
+        _encode_floats(kind, values, codes, scale)
 
 
 @_compiled
@@ -352,25 +368,23 @@ def quantize_rows(kind: Any, at: Rows, rule: Rule, figures: bool, tally: Any) ->
             values = at.values + row * at.values_stride + block * LANES * at.element_bytes
             codes = at.codes + row * at.codes_stride + block * LANES
             largest = _largest(kind, values)
+            scale = max((largest + rule.add) >> 23, 8) - 8
             if largest >= INFINITE:
                 scale = rule.infinite if largest == INFINITE else NAN_SCALE
                 first = row * at.blocks + block if nonfinite == 0 else first
                 nonfinite += 1
+                _encode_nonfinite(kind, values, codes, scale)
             else:
-                scale = max((largest + rule.add) >> 23, 8) - 8
+                if _is_bf16(kind) and scale >= WORDS_FROM:
+                    _encode_words(values, codes, scale)
+                else:
+                    zero += largest == 0
+                    _encode_floats(kind, values, codes, scale)
                 top = max(top, largest)
-                zero += largest == 0
                 saturated += largest > ((scale + 8) << 23) + 0x600000
-            if _is_bf16(kind) and largest < INFINITE and (scale >= WORDS_FROM or largest == 0):
-                _encode_words(values, codes, max(scale, WORDS_FROM))
-            elif scale == NAN_SCALE:
-                for lane in range(LANES):
-                    _put(codes + lane, NAN_CODE)
-            else:
-                _encode_floats(kind, values, codes, scale)
+                if figures:
+                    _add_errors(kind, values, codes, scale, sums)
             _put(at.scales + row * at.scales_stride + block, scale)
-            if figures and largest < INFINITE:
-                _add_errors(kind, values, codes, scale, sums)
     tally[ZERO], tally[SATURATED], tally[NONFINITE], tally[FIRST], tally[TOP] = zero, saturated, nonfinite, first, top
 
 

@@ -15,6 +15,7 @@ from tonnage.prepare.hf import QuantStyle
 from tonnage.prepare.io import FileFacts, Hash, PrepareError
 from tonnage.prepare.jobs import ScaleRule
 from tonnage.prepare.journal import Identity
+from tonnage.prepare.layout import choose_side_files
 from tonnage.prepare.messages import WINDOW_BYTES, Setup
 from tonnage.prepare.preparation import Preparation, make_preparation
 from tonnage.prepare.schedule import JOB_BYTES, OutputLayout, make_schedule
@@ -78,11 +79,7 @@ def prepare_placement(
         ranks=options.ranks,
         scale_rule=options.scale_rule,
         quant_style=options.quant_style,
-        side_files=sorted(
-            path.name
-            for path in source.iterdir()
-            if path.is_file() and path.suffix == ".json" and "index" not in path.name
-        ),
+        side_files=choose_side_files(_file_sizes(source)),
         job_bytes=options.job_bytes,
     )
     setup = Setup(
@@ -117,6 +114,11 @@ def prepare_placement(
     preparation = make_preparation(schedule, setup, identity, planned_bytes=planned, workers=options.workers)
     _check_unchanged(source, headers, digest)
     return preparation
+
+
+def _file_sizes(directory: Path) -> dict[str, int]:
+    """Return the regular files of a directory with their sizes."""
+    return {path.name: path.stat().st_size for path in sorted(directory.iterdir()) if path.is_file()}
 
 
 def _planned_bytes(placement: Placement, rank: int, layout: OutputLayout) -> int:

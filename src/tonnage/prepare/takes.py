@@ -14,7 +14,6 @@ from tonnage.assignment import CONVERTIBLE
 from tonnage.cuts import Ranges
 from tonnage.errors import PlacementError, Problem
 from tonnage.formats.dtypes import payload_bytes
-from tonnage.formats.quantized import MX_BLOCK
 from tonnage.placement import Placed
 from tonnage.recipes.blueprint import Stored
 from tonnage.shares import Piece, Share
@@ -214,12 +213,8 @@ def _conversion_problems(placed: Placed, codes: _Row) -> Iterator[Problem]:
     if placed.entry.module.rule.transposed or len(stored.shape) != 2:
         yield _problem(placed, stored, "cannot be converted", "a weight stored [out, in]", f"{list(stored.shape)}")
     for part in codes:
-        if part is None:
-            continue
-        if part.zero_bytes:
+        if part is not None and part.zero_bytes:
             yield _problem(placed, stored, "converted and padded at once", "no padding", f"{list(part.shape)}")
-        if part.axis == 1 and any(edge % MX_BLOCK for found in part.ranges for edge in found):
-            yield _problem(placed, stored, "cut inside a scale block", f"multiples of {MX_BLOCK}", str(part.ranges))
 
 
 def _experts(placed: Placed) -> tuple[range, ...] | None:

@@ -65,6 +65,7 @@ class Module:
         bias: Whether ``NAME.bias`` exists.
         optional: A checkpoint without it is complete too.
         fmt: Storage format the config states.
+        method: ``quant_method`` of the config; engines treat some formats differently by it.
         names: What its expressions were evaluated with, for those of the engines.
     """
 
@@ -79,6 +80,7 @@ class Module:
     bias: bool
     optional: bool
     fmt: StorageFormat
+    method: str = "none"
     names: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -179,7 +181,7 @@ def blueprint_of(config: ModelConfig) -> Blueprint:
         RecipeError: The config lacks what its recipe needs.
         ConfigError: Its quantisation is unknown.
     """
-    family = family_of(config.model_type, config.architectures)
+    family = family_of(config.model_type, config.architectures, where=config.name)
     return draw_blueprint(load_recipe(family), config, dialect=str(families()[family].get("dialect", "")))
 
 
@@ -329,6 +331,7 @@ def _rule_modules(rule: Rule, section: Section, numbers: _Numbers, scheme: Quant
             bias=bias,
             optional=optional,
             fmt=fmt,
+            method=scheme.method,
             names=numbers.names(layers[0] if index_names else None),
         )
 

@@ -57,10 +57,10 @@ _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 @lru_cache(maxsize=1)
 def families() -> Mapping[str, Mapping[str, Any]]:
     """Return the table of families: name to its model types, architectures, recipe and remarks."""
-    return tomllib.loads(_read(FAMILIES_FILE))
+    return _toml("families", _read(FAMILIES_FILE))
 
 
-def family_of(model_type: str, architectures: tuple[str, ...] = ()) -> str:
+def family_of(model_type: str, architectures: tuple[str, ...] = (), *, where: str = "config.json") -> str:
     """Return the family that answers to a config's ``model_type``, or to its architecture where the type is unknown.
 
     Raises:
@@ -74,8 +74,8 @@ def family_of(model_type: str, architectures: tuple[str, ...] = ()) -> str:
             return name
     raise UnknownFamilyError(
         Problem(
-            where="config.json",
-            what="no recipe for this model family; to add: src/tonnage/recipes/FAMILY.toml and a line in families.toml",
+            where=where,
+            what="no recipe for this model family (CONTRIBUTING.md says how to add one)",
             expected="a model_type out of `tonnage models`",
             found=f"model_type {model_type!r}, architectures {list(architectures)}",
         )
@@ -90,7 +90,7 @@ def load_recipe(family: str) -> Recipe:
         RecipeError: A key, role, pattern or expression in it is wrong.
     """
     recipe_name = str(families()[family].get("recipe", family))
-    data = tomllib.loads(_read(f"{recipe_name}.toml"))
+    data = _toml(recipe_name, _read(f"{recipe_name}.toml"))
     return Recipe(
         family=family, source=str(data.get("source", "")), sections=tuple(_sections(recipe_name, data, _Part()))
     )
@@ -102,10 +102,7 @@ def parse_recipe(name: str, text: str) -> Recipe:
     Raises:
         RecipeError: It is no TOML, or a key, role, pattern or expression in it is wrong.
     """
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(Problem(where=name, what="not TOML", found=str(error))) from error
+    data = _toml(name, text)
     return Recipe(family=name, source=str(data.get("source", "")), sections=tuple(_sections(name, data, _Part())))
 
 
@@ -125,9 +122,18 @@ def _read(file_name: str) -> str:
     return (resources.files("tonnage.recipes") / file_name).read_text(encoding="utf-8")
 
 
+def _toml(name: str, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(Problem(where=f"recipe {name}", what="not TOML", found=str(error))) from error
+
+
 def _sections(name: str, data: dict[str, Any], part: _Part) -> Iterator[Section]:
     """Yield the section of one file, then those of the files it includes, names and scope resolved."""
     _only(data, _TOP_KEYS, name)
+    if not data.get("source"):
+        raise _bad(name, "no source", "where the facts come from", sorted(data))
     tables = {key: _table(data.get(key, {}), f"{name}: {key}") for key in _TABLES}
     names = {**_texts(tables["names"], f"{name}: names"), **part.names}
     scope = part.scope or _path(str(data.get("scope", "")))
@@ -167,7 +173,7 @@ def _sections(name: str, data: dict[str, Any], part: _Part) -> Iterator[Section]
     for include in _list(data.get("include", []), f"{name}: include"):
         inner = _included(_table(include, f"{name}: include"), name, part.depth)
         inside = _inside(part, include, names, scope, f"{name}: include {inner}")
-        yield from _sections(inner, tomllib.loads(_read(f"{inner}.toml")), inside)
+        yield from _sections(inner, _toml(inner, _read(f"{inner}.toml")), inside)
 
 
 def _included(include: dict[str, Any], name: str, depth: int) -> str:
@@ -212,6 +218,8 @@ def _rule(pattern: str, facts: dict[str, Any], where: str) -> Rule:
         raise _bad(where, "unknown role", ", ".join(ROLES), facts.get("role"))
     _check_choices(facts, where)
     split = facts.get("split", "replicated")
+    if split == "replicated" and not facts.get("why"):
+        raise _bad(where, "not cut, and no reason given", "a split, or why every rank holds it whole", facts)
     if ("shape" in facts) == ("out" in facts and "in" in facts):
         raise _bad(where, "wrong facts", "either shape, or out and in", sorted(facts))
     units = facts.get("units")

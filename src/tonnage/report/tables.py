@@ -74,7 +74,7 @@ def families_table(families: Mapping[str, Mapping[str, object]]) -> RenderableTy
     table = _table("family", "model_type", "models")
     for name, facts in families.items():
         types = facts["model_types"]
-        table.add_row(name, ", ".join(types) if isinstance(types, list) else "", str(facts.get("title", "")))
+        _add(table, name, ", ".join(types) if isinstance(types, list) else "", str(facts.get("title", "")))
     return table
 
 
@@ -82,7 +82,7 @@ def gpus_table(rows: Sequence[tuple[Gpu, int, str]]) -> RenderableType:
     """Return the known GPUs with what a process can use and how that is known."""
     table = _table("name", "GPU", "nominal GB", "usable GiB", "basis")
     for gpu, nbytes, basis in rows:
-        table.add_row(gpu.slug, gpu.name, str(gpu.nominal_gb), gib(nbytes, digits=2), basis)
+        _add(table, gpu.slug, gpu.name, str(gpu.nominal_gb), gib(nbytes, digits=2), basis)
     return table
 
 
@@ -90,12 +90,12 @@ def _ledger(ledger: RankLedger) -> Table:
     unit, short = unit_for(ledger.fixed_bytes)
     table = _table(f"rank {ledger.rank}", "bytes", unit, "basis", "source")
     for line in ledger.lines:
-        table.add_row(line.component, f"{line.nbytes:,}", short(line.nbytes), line.basis, line.source)
+        _add(table, line.component, f"{line.nbytes:,}", short(line.nbytes), line.basis, line.source)
         if line.bound_nbytes > line.nbytes:
-            table.add_row("  bound", f"{line.bound_nbytes:,}", short(line.bound_nbytes), "", "")
+            _add(table, "  bound", f"{line.bound_nbytes:,}", short(line.bound_nbytes), "", "")
     table.add_section()
-    table.add_row("weights", f"{ledger.weights_bytes:,}", short(ledger.weights_bytes), "", "")
-    table.add_row("fixed", f"{ledger.fixed_bytes:,}", short(ledger.fixed_bytes), "", "")
+    _add(table, "weights", f"{ledger.weights_bytes:,}", short(ledger.weights_bytes), "", "")
+    _add(table, "fixed", f"{ledger.fixed_bytes:,}", short(ledger.fixed_bytes), "", "")
     return table
 
 
@@ -106,11 +106,11 @@ def _remarks(plan: Plan, kind: str) -> RenderableType:
     table = _table(kind, unit, "why")
     for remark in plan.remarks:
         if remark.kind == kind and remark.nbytes >= least:
-            table.add_row(remark.role, text(remark.nbytes), remark.why)
+            _add(table, remark.role, text(remark.nbytes), remark.why)
         elif remark.kind == kind:
             small += remark.nbytes
     if small:
-        table.add_row("others", text(small), f"{small:,} bytes in small pieces, listed by --json")
+        _add(table, "others", text(small), f"{small:,} bytes in small pieces, listed by --json")
     return table
 
 
@@ -158,8 +158,13 @@ def _sums(title: str, rows: Sequence[tuple[str, Sum]]) -> Table:
     unit, text = unit_for(sum(total.nbytes for _, total in rows))
     table = _table(title, "tensors", "bytes", unit)
     for name, total in rows:
-        table.add_row(name, f"{total.tensors:,}", f"{total.nbytes:,}", text(total.nbytes))
+        _add(table, name, f"{total.tensors:,}", f"{total.nbytes:,}", text(total.nbytes))
     return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    """Add a row of plain text: nothing in it is markup, whoever wrote it."""
+    table.add_row(*map(Text, cells))
 
 
 def _table(*columns: str) -> Table:

@@ -1,0 +1,422 @@
+"""``tonnage prepare`` as users run it: what it prints, what it refuses, how it goes on after anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+from blake3 import blake3
+
+from tonnage.checkpoint.config import parse_config
+from tonnage.cli.progress import progress_line
+from tonnage.prepare.run import Standing
+from tonnage.synth.io import RehearsalOptions, write_rehearsal
+
+Tonnage = Callable[..., subprocess.CompletedProcess[str]]
+COMMAND = Path(sys.executable).with_name("tonnage")
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 301,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint of several shard files; not to be changed."""
+    path = tmp_path_factory.mktemp("source") / "small"
+    write_rehearsal(parse_config(LLAMA, name="small"), path, RehearsalOptions(scaled_down=True, sharded=True))
+    (path / "tokenizer.json").write_text('{"a": 1}')
+    return path
+
+
+@pytest.fixture
+def own_source(source: Path, tmp_path: Path) -> Path:
+    """The same, to be changed: size and time of every file are equal."""
+    return shutil.copytree(source, tmp_path / "small")
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
+
+
+def prepared(tonnage: Tonnage, *words: object) -> dict[str, Any]:
+    """Prepare; return the summary."""
+    done = tonnage("prepare", *words, "--json")
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def refused(tonnage: Tonnage, *words: object) -> str:
+    """Prepare in vain; return what it said."""
+    done = tonnage("prepare", *words)
+    assert done.returncode == 2, done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+# --- what it writes ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_planned_is_written(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    document = prepared(tonnage, source, "--tp", "2", "--convert", "mxfp8", "-o", out)
+    plan = json.loads(tonnage("plan", source, "--tp", "2", "--convert", "mxfp8", "--json").stdout)
+    assert [rank["planned_bytes"] for rank in document["ranks"]] == [rank["weights_bytes"] for rank in plan["ranks"]]
+    assert document == json.loads((out / "prepare.json").read_bytes())
+    assert document["schema"] == "tonnage.prepare/1"
+    for rank in document["ranks"]:
+        payload = 0
+        for file in rank["files"]:
+            raw = (out / file["path"]).read_bytes()
+            assert (len(raw), blake3(raw).hexdigest()) == (file["file_bytes"], file["digest"])
+            payload += sum(len(tensor["data"]) for _, tensor in safetensors.deserialize(raw))
+        assert payload == rank["payload_bytes"] == rank["planned_bytes"]
+    converted = {tensor["tensor"] for tensor in document["converted"]}
+    assert len(converted) == 7
+    assert all(20 < tensor["sqnr_db"] < 60 for tensor in document["converted"])
+    written = {file["path"] for rank in document["ranks"] for file in rank["files"]}
+    written |= {file["path"] for file in document["files"]} | {"prepare.json"}
+    assert written == set(files(out))
+    assert "tokenizer.json" in written
+
+
+def test_the_table_sets_planned_against_written(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
+    done = tonnage("prepare", source, "--tp", "2", "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    header, first, second, *_, last = done.stdout.splitlines()
+    assert header.split() == ["rank", "planned", "bytes", "written", "bytes", "difference", "file", "bytes", "files"]
+    assert first.split()[1] == first.split()[2]
+    assert second.split()[3] == "0"
+    assert last.endswith("planned == written on every rank")
+    assert "jobs" in done.stderr.splitlines()[0]
+
+
+def test_a_dry_run_writes_nothing(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = tonnage("prepare", source, "--tp", "2", "--convert", "mxfp8", "-o", out, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert not out.exists()
+    assert "at an assumed 500 MB/s written" in done.stdout
+    asked = json.loads(
+        tonnage("prepare", source, "--tp", "2", "--convert", "mxfp8", "-o", out, "--dry-run", "--json").stdout
+    )
+    document = prepared(tonnage, source, "--tp", "2", "--convert", "mxfp8", "-o", out)
+    assert [rank["payload_bytes"] for rank in asked["ranks"]] == [rank["payload_bytes"] for rank in document["ranks"]]
+    assert asked["written_bytes"] == sum(len(raw) for name, raw in files(out).items() if name != "prepare.json")
+
+
+def test_ranks_of_several_hosts_together_are_all_ranks(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
+    prepared(tonnage, source, "--tp", "4", "-o", tmp_path / "all")
+    prepared(tonnage, source, "--tp", "4", "-o", tmp_path / "a", "--ranks", "0-1")
+    prepared(tonnage, source, "--tp", "4", "-o", tmp_path / "b", "--ranks", "2,3")
+    both = {**files(tmp_path / "a"), **files(tmp_path / "b")}
+    every = files(tmp_path / "all")
+    assert both.keys() == every.keys()
+    assert [name for name in every if name != "prepare.json" and both[name] != every[name]] == []
+
+
+RANKS = {"no number": "a", "backwards": "3-1", "empty": "", "too large": "0-99999", "beyond": "0-2"}
+
+
+@pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
+def test_wrong_ranks_are_refused(tonnage: Tonnage, source: Path, tmp_path: Path, ranks: str) -> None:
+    assert "--ranks" in refused(tonnage, source, "--tp", "2", "-o", tmp_path / "out", "--ranks", ranks)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_complete_preparation_is_left_alone(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    document = prepared(tonnage, source, "-o", out)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    (out / "manifest.json").write_text("of an export")
+    assert prepared(tonnage, source, "-o", out) == document
+    assert {path: path.stat().st_mtime_ns for path in before if path.is_file()} == {
+        path: time for path, time in before.items() if path.is_file()
+    }
+
+
+def test_workers_do_not_change_the_bytes(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
+    one = prepared(tonnage, source, "--convert", "mxfp8", "-o", tmp_path / "one", "--workers", "1")
+    three = prepared(tonnage, source, "--convert", "mxfp8", "-o", tmp_path / "three", "--workers", "3")
+    assert one["ranks"] == three["ranks"]
+    assert one["files"] == three["files"]
+    assert one["converted"] == three["converted"]
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+def test_an_output_that_is_a_file_is_refused(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    assert "out: output is not a directory" in refused(tonnage, source, "-o", tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+@pytest.mark.parametrize("inside", ["", "sub", "../small/sub/../sub"])
+def test_an_output_inside_the_checkpoint_is_refused(tonnage: Tonnage, source: Path, inside: str) -> None:
+    before = files(source)
+    assert "output lies inside the checkpoint" in refused(tonnage, source, "-o", source / inside)
+    assert files(source) == before
+
+
+def test_foreign_files_are_refused_even_with_force(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    for words in ((), ("--force",)):
+        assert "out: output is in use" in refused(tonnage, source, "-o", out, *words)
+        assert files(out) == {"notes.txt": b"mine"}
+
+
+def test_a_linked_rank_directory_is_refused(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    (out / "weights" / "tp2").mkdir(parents=True)
+    elsewhere.mkdir()
+    (out / "weights" / "tp2" / "rank-1").symlink_to(elsewhere)
+    assert "rank-1" in refused(tonnage, source, "--tp", "2", "-o", out)
+    assert "rank-1" in refused(tonnage, source, "--tp", "2", "-o", out, "--force")
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_an_output_that_cannot_be_made_is_refused(tonnage: Tonnage, source: Path) -> None:
+    assert "/proc/nowhere: cannot be written" in refused(tonnage, source, "-o", "/proc/nowhere")
+
+
+def test_a_read_only_output_is_refused(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    (tmp_path / "out").mkdir(mode=0o500)
+    assert "out/.prepare: cannot be written" in refused(tonnage, source, "-o", tmp_path / "out")
+
+
+def test_a_config_alone_has_no_weights(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
+    said = refused(tonnage, source / "config.json", "-o", tmp_path / "out")
+    assert "no weights to prepare" in said
+
+
+def test_a_shard_that_is_a_pipe_is_refused(tonnage: Tonnage, own_source: Path, tmp_path: Path) -> None:
+    shard = min(own_source.glob("*.safetensors"))
+    shard.unlink()
+    os.mkfifo(shard)
+    assert "not a regular file" in refused(tonnage, own_source, "-o", tmp_path / "out")
+
+
+def test_not_enough_disk_is_refused_before_the_first_byte(tonnage: Tonnage, configs: Path, tmp_path: Path) -> None:
+    big = tmp_path / "big"
+    assert tonnage("synth", configs / "meta-llama__Meta-Llama-3.1-405B.json", "-o", big).returncode == 0
+    out = tmp_path / "out"
+    said = refused(tonnage, big, "-o", out)
+    assert "out: not enough disk space; expected " in said
+    assert files(out) == {}
+    dry = tonnage("prepare", big, "-o", out, "--dry-run")
+    assert dry.returncode == 2
+    assert "disk: " in dry.stdout
+
+
+# --- how it goes on ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a preparation was begun and interrupted; not to be changed."""
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    status, _ = interrupted(source, out, signal.SIGINT)
+    assert status == 130
+    assert (out / ".prepare" / "journal.jsonl").exists()
+    return out
+
+
+@pytest.fixture
+def own_stopped(stopped: Path, tmp_path: Path) -> Path:
+    """The same, to be changed."""
+    return shutil.copytree(stopped, tmp_path / "stopped")
+
+
+def interrupted(source: Path, out: Path, number: signal.Signals) -> tuple[int, str]:
+    """Prepare, send a signal when the first line of progress is there, and return status and stderr."""
+    process = subprocess.Popen(
+        [COMMAND, "prepare", source, "--tp", "2", "-o", out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    first = process.stderr.readline()
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    return process.returncode, first + said
+
+
+SIGNALS = {"Ctrl-C": (signal.SIGINT, 130, "interrupted"), "SIGTERM": (signal.SIGTERM, 143, "terminated")}
+
+
+@pytest.mark.parametrize(("number", "expected", "word"), SIGNALS.values(), ids=SIGNALS)
+def test_a_signal_stops_it_cleanly_and_it_says_how_to_go_on(
+    tonnage: Tonnage, source: Path, tmp_path: Path, number: signal.Signals, expected: int, word: str
+) -> None:
+    out = tmp_path / "out"
+    status, said = interrupted(source, out, number)
+    assert status == expected
+    assert said.splitlines()[-1] == f"tonnage: {word}; run the same command again to resume"
+    assert "Traceback" not in said
+    assert list(out.rglob("*.partial")) == []
+    prepared(tonnage, source, "--tp", "2", "-o", out)
+    whole = tmp_path / "whole"
+    prepared(tonnage, source, "--tp", "2", "-o", whole)
+    assert {**files(out), "prepare.json": b""} == {**files(whole), "prepare.json": b""}
+
+
+def test_a_changed_source_is_refused_with_what_changed(tonnage: Tonnage, own_source: Path, stopped: Path) -> None:
+    shard = min(own_source.glob("*.safetensors"))
+    os.utime(shard, ns=(1, 1))
+    said = refused(tonnage, own_source, "--tp", "2", "-o", stopped)
+    assert f"begun with another source {shard.name}; --force starts over; expected as then: " in said
+    assert said.count("\n") == 1
+
+
+OPTIONS = {
+    "topology": ("--tp", "4"),
+    "convert": ("--tp", "2", "--convert", "mxfp8"),
+    "hash": ("--tp", "2", "--hash", "sha256"),
+    "ranks": ("--tp", "2", "--ranks", "0"),
+}
+
+
+@pytest.mark.parametrize(("field", "words"), OPTIONS.items(), ids=OPTIONS)
+def test_other_options_are_refused(
+    tonnage: Tonnage, source: Path, stopped: Path, field: str, words: tuple[str, ...]
+) -> None:
+    assert f"begun with another {field}; --force starts over" in refused(tonnage, source, *words, "-o", stopped)
+
+
+def test_force_starts_over(tonnage: Tonnage, source: Path, own_stopped: Path, tmp_path: Path) -> None:
+    out = own_stopped
+    prepared(tonnage, source, "--tp", "2", "-o", out)
+    prepared(tonnage, source, "--tp", "4", "-o", out, "--force")
+    prepared(tonnage, source, "--tp", "4", "-o", tmp_path / "fresh")
+    assert {**files(out), "prepare.json": b""} == {**files(tmp_path / "fresh"), "prepare.json": b""}
+    assert {path.name for path in (out / "weights").iterdir()} == {"tp4"}
+
+
+def test_a_damaged_journal_is_refused_and_force_helps(tonnage: Tonnage, source: Path, own_stopped: Path) -> None:
+    out = own_stopped
+    (out / ".prepare" / "journal.jsonl").write_text("nonsense\n{}\n")
+    assert "damaged journal; --force starts over" in refused(tonnage, source, "--tp", "2", "-o", out)
+    prepared(tonnage, source, "--tp", "2", "-o", out, "--force")
+
+
+def test_a_file_that_is_gone_is_not_passed_off_as_written(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    document = prepared(tonnage, source, "-o", out)
+    (out / document["ranks"][0]["files"][0]["path"]).unlink()
+    assert "are not as written; --force starts over" in refused(tonnage, source, "-o", out)
+    assert prepared(tonnage, source, "-o", out, "--force")["ranks"] == document["ranks"]
+
+
+def test_a_second_run_is_refused_while_one_is_at_work(tonnage: Tonnage, source: Path, own_stopped: Path) -> None:
+    out = own_stopped
+    script = (
+        "import pathlib, sys; from tonnage.prepare.output_dir import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, out / ".prepare" / "lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    said = refused(tonnage, source, "--tp", "2", "-o", out)
+    assert f"another preparation is writing here; found process {holder.pid}" in said
+    holder.communicate()
+    prepared(tonnage, source, "--tp", "2", "-o", out)
+
+
+# --- a full disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for a part of the checkpoint only."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["/bin/mount", "-t", "tmpfs", "-o", "size=4m", "tonnage-test", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["/bin/umount", disk], check=True)
+
+
+def test_a_disk_that_fills_up_is_refused_in_one_line_and_resumed(
+    tonnage: Tonnage, source: Path, small_disk: Path
+) -> None:
+    """The disk is checked first, so something else takes the room after that."""
+    out = small_disk / "out"
+    process = subprocess.Popen(
+        [COMMAND, "prepare", source, "--tp", "2", "-o", out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    process.stderr.readline()
+    used = sum(len(raw) for raw in files(small_disk).values())
+    with (small_disk / "other").open("wb") as other:
+        os.posix_fallocate(other.fileno(), 0, (3 << 20) + (512 << 10) - used)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2, said
+    assert said.count("\n") == 1
+    assert "no space left for it; free some and run the same command again to resume" in said
+    assert list(out.rglob("*.partial")) == []
+    (small_disk / "other").unlink()
+    document = prepared(tonnage, source, "--tp", "2", "-o", out)
+    assert all(rank["payload_bytes"] == rank["planned_bytes"] for rank in document["ranks"])
+
+
+def test_a_file_that_may_not_grow_is_refused_in_one_line_and_resumed(
+    tonnage: Tonnage, source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    done = subprocess.run(
+        [COMMAND, "prepare", source, "--tp", "2", "-o", out],
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert (
+        "no space left for it; free some and run the same command again to resume; found File too large" in done.stderr
+    )
+    assert "Traceback" not in done.stderr
+    assert list(out.rglob("*.partial")) == []
+    document = prepared(tonnage, source, "--tp", "2", "-o", out)
+    assert all(rank["payload_bytes"] == rank["planned_bytes"] for rank in document["ranks"])
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_progress_counts_what_this_run_wrote() -> None:
+    standing = Standing(done_bytes=3 << 20, total_bytes=4 << 20, resumed_bytes=1 << 20, tasks_done=2, tasks=5)
+    assert progress_line(standing, 2.0) == "3.000 of 4.000 MiB, 2 of 5 jobs, 1 MB/s, 1 s left"
+    begun = Standing(done_bytes=1 << 20, total_bytes=4 << 20, resumed_bytes=1 << 20, tasks_done=2, tasks=5)
+    assert progress_line(begun, 0.0) == "1.000 of 4.000 MiB, 2 of 5 jobs, 1.000 MiB of an earlier run"
