@@ -50,7 +50,7 @@ $(VENV)/.created:
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml
-	$(BIN)/$(PIP) -e .
+	$(BIN)/$(PIP) -e ".[prepare]"
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

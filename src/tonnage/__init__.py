@@ -5,23 +5,45 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tonnage.version import __version__
+
 if TYPE_CHECKING:
     from tonnage.api import Checkpoint, PlanRequest, open_checkpoint, plan_checkpoint, suggest
+    from tonnage.errors import TonnageError
+    from tonnage.memory.supply import Supply, find_gpu, parse_supply, supply_bytes
     from tonnage.plan import LedgerLine, Plan, RankLedger
+    from tonnage.prepare.reader import RankView, open_rank
 
-__version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
     "LedgerLine",
     "Plan",
     "PlanRequest",
     "RankLedger",
+    "RankView",
+    "Supply",
+    "TonnageError",
     "__version__",
+    "find_gpu",
     "open_checkpoint",
+    "open_rank",
+    "parse_supply",
     "plan_checkpoint",
     "suggest",
+    "supply_bytes",
 ]
-_HOME = {"LedgerLine": "tonnage.plan", "Plan": "tonnage.plan", "RankLedger": "tonnage.plan"}
+_HOME = {
+    "LedgerLine": "tonnage.plan",
+    "Plan": "tonnage.plan",
+    "RankLedger": "tonnage.plan",
+    "RankView": "tonnage.prepare.reader",
+    "Supply": "tonnage.memory.supply",
+    "TonnageError": "tonnage.errors",
+    "find_gpu": "tonnage.memory.supply",
+    "open_rank": "tonnage.prepare.reader",
+    "parse_supply": "tonnage.memory.supply",
+    "supply_bytes": "tonnage.memory.supply",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -11,12 +11,13 @@ from typing import Annotated
 
 import typer
 
-from tonnage import __version__
+from tonnage.version import __version__
 from tonnage.cli.demo import demo
 from tonnage.cli.gpus import gpus
 from tonnage.cli.inspect import inspect
 from tonnage.cli.models import models
 from tonnage.cli.plan import plan
+from tonnage.cli.prepare import prepare
 from tonnage.cli.synth import synth
 from tonnage.errors import TonnageError
 
@@ -48,7 +49,7 @@ def _main(
     pass
 
 
-for command in (inspect, plan, models, gpus, synth, demo):
+for command in (inspect, plan, prepare, models, gpus, synth, demo):
     app.command()(command)
 
 

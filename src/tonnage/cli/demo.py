@@ -14,7 +14,7 @@ DOES_NOT_FIT = 3
 
 
 def demo() -> None:
-    """Run the loop on a small Kimi-K3.1-like EXL3 checkpoint, offline: synthesise, inspect, plan refused, plan fitting.
+    """Run the loop on a small Kimi-K3.1-like EXL3 checkpoint, offline: plan refused, plan fitting, prepare.
 
     Example: tonnage demo
     """
@@ -29,6 +29,8 @@ def demo() -> None:
         plan = ["plan", str(checkpoint), "--tp", "8", "--supply", f"{_tight_mib(checkpoint)}MiB"]
         _step(3, "BF16 projections as they are, on GPUs too small for them", plan, scratch, expected=DOES_NOT_FIT)
         _step(4, "The same GPUs, projections converted to MXFP8: it fits", [*plan, "--convert", "mxfp8"], scratch)
+        prepare = ["prepare", str(checkpoint), "--tp", "8", "--convert", "mxfp8", "-o", str(Path(scratch) / "prepared")]
+        _step(5, "Converted and cut, one directory per rank: planned == written", prepare, scratch)
 
 
 def _tight_mib(checkpoint: Path) -> int:

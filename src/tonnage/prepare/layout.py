@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tonnage import __version__
+from tonnage.version import __version__
 from tonnage.checkpoint.index import is_plain_file_name
 from tonnage.formats.dtypes import DTYPE_BITS
 from tonnage.prepare.jobs import Job, OutputFile, OutputTensor, ScaleRule, SourceTensor, Step, Take

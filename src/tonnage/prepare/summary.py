@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tonnage import __version__
+from tonnage.version import __version__
 from tonnage.errors import Problem
 from tonnage.prepare.io import PrepareError
 from tonnage.prepare.journal import ConvertedTensor, Identity, WrittenFile
