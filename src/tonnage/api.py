@@ -201,8 +201,8 @@ def _without_effect(assignment: Assignment, request: PlanRequest) -> Iterator[st
 def suggest(checkpoint: Checkpoint, request: PlanRequest) -> tuple[str, ...]:
     """Return changes that would make a refused plan fit, the smallest first, at most three.
 
-    Tried: conversion, whole experts per rank, a second pipeline stage, the next larger tensor-parallel sizes, and each of
-    those with conversion.
+    Tried: conversion, whole experts per rank, a second pipeline stage, the next larger tensor-parallel sizes, and each
+    of those with conversion.
     """
     if request.estimator == "credit" or request.supply is None:
         return ()
@@ -273,7 +273,11 @@ def _local(source: str | Path) -> Path:
 def _weights_beside(path: Path) -> str:
     """Name files of weights in a directory that are not read."""
     names = sorted(entry.name for entry in path.iterdir() if entry.suffix.lower() in _WEIGHT_SUFFIXES)
-    return f"; not read: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else ""
+    return (
+        f"; not read: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        if names
+        else ""
+    )
 
 
 def _read_config(path: Path) -> tuple[ModelConfig, str]:

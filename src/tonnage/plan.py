@@ -89,9 +89,7 @@ class Held:
     source: str
 
 
-RemarkKind = Literal[
-    "whole on every rank", "beyond the checkpoint, all ranks", "not held", "held smaller than stored"
-]
+RemarkKind = Literal["whole on every rank", "beyond the checkpoint, all ranks", "not held", "held smaller than stored"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +256,7 @@ def _weight_lines(placement: Placement, pp_rank: int, tp_rank: int) -> tuple[Led
 
 
 def _remarks(placement: Placement) -> tuple[Remark, ...]:
-    """Say what is held whole and why, what several ranks hold, what the engine does not hold, or smaller than stored."""
+    """Say what is held whole, by several ranks, not at all, or smaller than stored, and why."""
     sums: dict[tuple[RemarkKind, str, str], int] = defaultdict(int)
     for placed in placement.placed:
         role = placed.entry.module.rule.role
@@ -288,5 +286,7 @@ def _scope(placement: Placement, held: Sequence[Held]) -> tuple[str, ...]:
     assignment = placement.assignment
     exl3 = assignment.container is not None or any(e.fmt.name.startswith("exl3") for e in assignment.entries)
     if exl3 and placement.engine.name in ("vllm", "sglang"):
-        notes.append(f"upstream {placement.engine.name} loads no EXL3: this is how a fork with its rules would place it")
+        notes.append(
+            f"upstream {placement.engine.name} loads no EXL3: this is how a fork with its rules would place it"
+        )
     return tuple(notes)

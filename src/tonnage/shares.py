@@ -32,8 +32,8 @@ class Piece:
         shape: Shape the rank holds.
         slice_bytes: Bytes taken from the stored tensor.
         held_bytes: Bytes held; more than the slice is padding, less is what the engine drops.
-        zero_bytes: Of those held, zeros behind the slice on the axis that is cut. What neither they nor the slice account
-            for, the engine makes itself.
+        zero_bytes: Of those held, zeros behind the slice on the axis that is cut. What neither they nor the slice
+            account for, the engine makes itself.
         why: Reason for the difference.
     """
 

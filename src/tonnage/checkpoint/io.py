@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import stat
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

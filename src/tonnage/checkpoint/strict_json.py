@@ -55,7 +55,11 @@ def members(raw: bytes, *, constants: bool = False) -> object:
         raise NotJsonError("not UTF-8", expected="UTF-8 text", found=found) from error
     try:
         value: object = json.loads(
-            text, object_pairs_hook=Members, parse_int=_integer, parse_float=_number, parse_constant=float if constants else _constant
+            text,
+            object_pairs_hook=Members,
+            parse_int=_integer,
+            parse_float=_number,
+            parse_constant=float if constants else _constant,
         )
     except json.JSONDecodeError as error:
         found = f"{error.msg} (character {error.pos})"
@@ -65,9 +69,7 @@ def members(raw: bytes, *, constants: bool = False) -> object:
     return value
 
 
-def parse_object(
-    raw: bytes, *, where: str, kind: type[TonnageError], constants: bool = False
-) -> dict[str, object]:
+def parse_object(raw: bytes, *, where: str, kind: type[TonnageError], constants: bool = False) -> dict[str, object]:
     """Return a small JSON file that must hold one object, as plain dicts and lists.
 
     Args:

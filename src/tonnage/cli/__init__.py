@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from tonnage.version import __version__
 from tonnage.cli.demo import demo
 from tonnage.cli.gpus import gpus
 from tonnage.cli.inspect import inspect
@@ -20,6 +19,7 @@ from tonnage.cli.plan import plan
 from tonnage.cli.prepare import prepare
 from tonnage.cli.synth import synth
 from tonnage.errors import TonnageError
+from tonnage.version import __version__
 
 UNUSABLE_INPUT = 2
 

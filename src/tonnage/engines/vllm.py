@@ -2,8 +2,8 @@
 
 Source:
     vLLM 0.32.0 ``model_executor/layers`` (``vocab_parallel_embedding.py``, ``linear.py``, ``quantization/fp8.py``,
-    ``quantization/modelopt.py``, ``quantization/kv_cache.py``, ``fused_moe``), checked against its classes on torch's meta
-    device: ``docs/vllm-agreement.md``.
+    ``quantization/modelopt.py``, ``quantization/kv_cache.py``, ``fused_moe``), checked against its classes on torch's
+    meta device: ``docs/vllm-agreement.md``.
 """
 
 from __future__ import annotations
@@ -41,20 +41,26 @@ def vocab_rows(vocab: int, _tp: int) -> int:
 
 def held_shape(entry: Assigned, stored: Stored, local: Local, topology: Topology) -> tuple[tuple[int, ...], str] | None:
     """Return the shape vLLM keeps where it is not the plain slice."""
-    rule, fmt, suffix = entry.module.rule, entry.fmt.name, stored.suffix
+    fmt, expert = entry.fmt.name, entry.module.rule.is_routed
     _require_whole_blocks(entry, local, topology)
-    if fmt.startswith("fp8_e4m3_block") and suffix in (".weight_scale_inv", ".scale", ".weight_scale"):
-        return _block_scales(entry, local, topology) if rule.is_routed else None
-    if fmt == "nvfp4_e2m1" and rule.is_routed and suffix == ".weight_scale" and local.in_ % NVFP4_BLOCK:
+    if fmt.startswith("fp8_e4m3_block") and expert and stored.suffix != ".weight":
+        return _block_scales(entry, local, topology)
+    if fmt == "nvfp4_e2m1" and expert and stored.suffix == ".weight_scale" and local.in_ % NVFP4_BLOCK:
         return (local.out, local.in_ // NVFP4_BLOCK), "scales of a partial block are dropped"
-    if fmt.startswith("int") and suffix == ".weight_shape" and _follows(entry):
-        return (0,), "the shape is held once for the fused module"
-    if fmt == "fp8_e4m3_tensor" and suffix == ".input_scale" and rule.is_routed and _follows(entry):
-        return ((0,), "the input scale is held once for gate and up") if entry.module.method != "modelopt" else None
     if fmt.startswith(("gptq", "awq")):
         return _word_packed(entry, stored, local)
-    parts = len(entry.module.out)
-    if stored.shape == () and stored.dtype == "F32" and parts > 1 and not rule.is_routed:
+    return _scalars(entry, stored)
+
+
+def _scalars(entry: Assigned, stored: Stored) -> tuple[tuple[int, ...], str] | None:
+    """Scalars and shapes of parts that are loaded into one fused module: held once, or once for every part."""
+    fmt, expert, parts = entry.fmt.name, entry.module.rule.is_routed, len(entry.module.out)
+    if fmt.startswith("int") and stored.suffix == ".weight_shape" and _follows(entry):
+        return (0,), "the shape is held once for the fused module"
+    static = fmt == "fp8_e4m3_tensor" and stored.suffix == ".input_scale" and entry.module.method != "modelopt"
+    if static and expert and _follows(entry):
+        return (0,), "the input scale is held once for gate and up"
+    if stored.shape == () and stored.dtype == "F32" and parts > 1 and not expert:
         return (parts,), "one scalar for every fused part"
     return None
 
@@ -65,7 +71,7 @@ def _follows(entry: Assigned) -> bool:
 
 
 def _word_packed(entry: Assigned, stored: Stored, local: Local) -> tuple[tuple[int, ...], str] | None:
-    """GPTQ and AWQ: no order of activations; experts whose width is no whole groups are regrouped (``moe_wna16.py``)."""
+    """GPTQ and AWQ: no order of activations; experts not whole groups wide are regrouped (``moe_wna16.py``)."""
     if stored.suffix == ".g_idx":
         return (0,), "not held without an order of activations"
     fine = _expert_group(entry, local)
@@ -102,8 +108,8 @@ def held_dtype(entry: Assigned, stored: Stored) -> tuple[str, str] | None:
 def _require_whole_blocks(entry: Assigned, local: Local, topology: Topology) -> None:
     """Refuse a cut inside a scale block, which vLLM refuses as well.
 
-    Experts in block FP8 (``quant_method`` fp8), GPTQ and AWQ are kept on a finer grid instead; those in NVFP4 and MXFP4 are
-    allocated all the same. Sources: ``fp8_utils.py`` ``validate_fp8_block_shape``, ``modelopt.py``, ``gptq_marlin.py``,
+    Experts in block FP8 (``quant_method`` fp8), GPTQ and AWQ are kept on a finer grid instead; those in NVFP4 and MXFP4
+    are allocated all the same. Sources: ``fp8_utils.py`` ``validate_fp8_block_shape``, ``modelopt.py``, ``gptq_marlin.py``,
     ``mxfp8_utils.py``.
 
     Raises:
@@ -130,7 +136,7 @@ def _require_whole_blocks(entry: Assigned, local: Local, topology: Topology) -> 
 
 
 def _block_scales(entry: Assigned, local: Local, topology: Topology) -> tuple[tuple[int, ...], str] | None:
-    """Expert scales are kept on a finer grid where a rank's width is not whole blocks (``refine_fp8_moe_block_shape``)."""
+    """Scales of experts not whole blocks wide are kept on a finer grid (``refine_fp8_moe_block_shape``)."""
     block_out, block_in = entry.fmt.out_grain, entry.fmt.in_grain
     on_in = entry.module.rule.split == "row"
     width, hidden = (local.in_, local.out) if on_in else (local.out, local.in_)
@@ -213,7 +219,9 @@ def _kv_scalars(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
         if entry.module.rule.role == "attention" and entry.module.layered:
             latent = "kv_b_proj" in entry.module.rule.pattern
             k_proj = entry.module.rule.fused == "qkv_proj"
-            if (k_proj and (scheme.kv_scales or scheme.method in ("fp8", "modelopt", "compressed-tensors"))) or (latent and scheme.kv_scales):
+            if (k_proj and (scheme.kv_scales or scheme.method in ("fp8", "modelopt", "compressed-tensors"))) or (
+                latent and scheme.kv_scales
+            ):
                 layers.update(entry.first)
     if layers:
         ct = scheme.method == "compressed-tensors"
@@ -228,7 +236,7 @@ def _kv_scalars(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
 
 
 def _input_scales(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
-    """NVFP4 of modelopt: input scales of all experts on every rank, and one to drop for every weight-only linear part."""
+    """NVFP4 of modelopt: input scales of all experts on every rank; one to drop for every weight-only linear part."""
     last = max((max(e.first) for e in assignment.entries if e.module.layered and e.first), default=0)
     for entry in assignment.entries:
         module, suffixes = entry.module, {tensor.suffix for tensor in entry.stored}

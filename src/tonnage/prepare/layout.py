@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tonnage.version import __version__
 from tonnage.checkpoint.index import is_plain_file_name
 from tonnage.formats.dtypes import DTYPE_BITS
 from tonnage.prepare.jobs import Job, OutputFile, OutputTensor, ScaleRule, SourceTensor, Step, Take
 from tonnage.prepare.takes import Part
 from tonnage.topology import Topology
+from tonnage.version import __version__
 
 FORMAT = "tonnage.rank/1"
 SIDE_FILE_BYTES = 64 << 20

@@ -10,10 +10,10 @@ Source:
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, log10, sqrt
-from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from tonnage.prepare.jobs import ScaleRule
 
 BLOCK_ELEMENTS = kernels.LANES
-PARTS_PER_THREAD = 16
 SourceDtype = Literal["BF16", "F16", "F32"]
 
 
@@ -183,23 +182,19 @@ def quantize(  # noqa: PLR0913 - an input, two outputs, and three decisions nobo
         raise ValueError(f"no conversion of {dtype} by rule {rule}")
     kind = _KINDS[dtype]
     _check(source, codes, scales, np.dtype(kind.bits))
-    parts = 1 if threads <= 1 else min(len(source), threads * PARTS_PER_THREAD)
-    cuts = [len(source) * part // parts for part in range(parts + 1)] if parts else []
-    done: list[Figures | None] = [None] * len(cuts)
-    left = iter(enumerate(pairwise(cuts)))
+    rows = len(source)
+    cuts = [rows * part // threads for part in range(threads + 1)]
+    parts = [slice(begin, end) for begin, end in pairwise(cuts) if begin < end]
 
-    def work() -> None:
-        for number, (begin, end) in left:
-            rows = slice(begin, end)
-            done[number] = _quantize_part(source[rows], kind, codes[rows], scales[rows], _RULES[rule], errors=errors)
+    def work(part: slice) -> Figures:
+        return _quantize_part(source[part], kind, codes[part], scales[part], _RULES[rule], errors=errors)
 
-    others = [Thread(target=work) for _ in range(min(threads, parts) - 1)]
-    for other in others:
-        other.start()
-    work()
-    for other in others:
-        other.join()
-    return sum((figures for figures in done if figures), start=Figures(errors=Errors() if errors else None))
+    total = Figures(errors=Errors() if errors else None)
+    if len(parts) <= 1:
+        return sum(map(work, parts), start=total)
+    with ThreadPoolExecutor(len(parts) - 1) as pool:
+        others = [pool.submit(work, part) for part in parts[1:]]
+        return sum((other.result() for other in others), start=total + work(parts[0]))
 
 
 def decode(codes: NDArray[np.uint8], scales: NDArray[np.uint8], out: NDArray[np.float32] | NDArray[np.uint16]) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tonnage.version import __version__
 from tonnage.errors import Problem
 from tonnage.prepare.io import PrepareError
 from tonnage.prepare.journal import ConvertedTensor, Identity, WrittenFile
+from tonnage.version import __version__
 
 SUMMARY_SCHEMA = "tonnage.prepare/1"
 SUMMARY_LIMIT_BYTES = 2 << 30

@@ -11,7 +11,7 @@
     [index]                                # extent of {layer}, {expert}, ...: an expression, or { start, count }
 
     [module]                               # name pattern = one line of facts
-    "{model}layers.{layer}.mlp.down_proj" = { role = "mlp", out = "hidden_size", in = "intermediate_size", split = "row" }
+    "{model}layers.{layer}.mlp.down_proj" = { role = "mlp", out = "hidden_size", in = "intermediate_size", ... }
 
     [vllm]                                 # what an engine does differently, by the same patterns
     [vllm.fused]                           # rules of its fused modules, by their names
@@ -22,10 +22,10 @@
     role = "mtp"                           # the role of everything in the part; optional, as is an engine's rule for it
     vllm = { absent_if = "True", why = "..." }
 
-A module with ``out`` and ``in`` is a linear weight: it is stored as ``NAME.weight`` or in whatever tensors a storage format
-has for it. A module with ``shape`` is one tensor stored under exactly its name. Every number is an expression
-(:mod:`tonnage.recipes.expressions`) over config fields, ``[let]`` names, and ``layer`` where it differs by layer. A list of
-expressions on the split axis means parts that are cut one by one.
+A module with ``out`` and ``in`` is a linear weight: it is stored as ``NAME.weight`` or in whatever tensors a storage
+format has for it. A module with ``shape`` is one tensor stored under exactly its name. Every number is an expression
+(:mod:`tonnage.recipes.expressions`) over config fields, ``[let]`` names, and ``layer`` where it differs by layer. A list
+of expressions on the split axis means parts that are cut one by one.
 """
 
 from __future__ import annotations
