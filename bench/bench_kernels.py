@@ -4,8 +4,8 @@
 
 A round runs every way once, in an order that rotates, each as the best of a few repetitions; only ratios within a round
 are compared, and their medians count, because the speed of shared machines moves by more than the differences of
-interest. ``memcpy`` copies the same input bytes. GB/s are 10**9 bytes of source per second, of what is written if decoding.
-torchao is measured if it and torch can be imported, on one thread. Exit status 1 if a target is missed.
+interest. ``memcpy`` copies the same input bytes. GB/s are 10**9 bytes of source per second, or of what is written when
+decoding. torchao is measured if it and torch can be imported, on one thread. Exit status 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from tonnage.prepare.mxfp8 import decode, quantize
 
 COLUMNS = 4096
-SLOW_SHARE = 8  # all but the ways with a target take this part of the rows
+SLOW_SHARE = 4  # all but the ways with a target take this part of the rows
 
 
 class Way(NamedTuple):

@@ -21,6 +21,7 @@ from tonnage.errors import TonnageError
 from tonnage.formats.dtypes import payload_bytes
 from tonnage.prepare.io import FileFacts, source_facts
 from tonnage.prepare.jobs import Job, OutputFile, OutputTensor, SourceTensor, Step, Take, WholeFile
+from tonnage.prepare.layout import header_bytes
 from tonnage.prepare.messages import Setup, Task
 from tonnage.prepare.windows import cut_tensor, merged, pieces
 from tonnage.prepare.worker import run_task
@@ -81,7 +82,8 @@ def one_tensor_job(
 
 
 def task_of(job: Job, setup: Setup) -> Task:
-    return Task(number=3, work=job, source=source_facts(setup.source, [SHARD])[0])
+    facts = source_facts(setup.source, [SHARD])[0]
+    return Task(number=3, work=job, source=facts, headers=tuple(map(header_bytes, job.outputs)))
 
 
 def nothing(_nbytes: int) -> None:

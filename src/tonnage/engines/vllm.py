@@ -109,8 +109,8 @@ def _require_whole_blocks(entry: Assigned, local: Local, topology: Topology) -> 
     """Refuse a cut inside a scale block, which vLLM refuses as well.
 
     Experts in block FP8 (``quant_method`` fp8), GPTQ and AWQ are kept on a finer grid instead; those in NVFP4 and MXFP4
-    are allocated all the same. Sources: ``fp8_utils.py`` ``validate_fp8_block_shape``, ``modelopt.py``, ``gptq_marlin.py``,
-    ``mxfp8_utils.py``.
+    are allocated all the same. Sources: ``fp8_utils.py`` ``validate_fp8_block_shape``, ``modelopt.py``,
+    ``gptq_marlin.py``, ``mxfp8_utils.py``.
 
     Raises:
         PlacementError: A rank's part of the cut axis is no whole number of blocks.

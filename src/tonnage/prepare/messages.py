@@ -42,11 +42,13 @@ class Task:
         number: Position among jobs, then whole files; names it in the journal.
         work: What is written.
         source: The source file as planned; ``None`` if the content is at hand.
+        headers: First bytes of every output of a job.
     """
 
     number: int
     work: Job | WholeFile
     source: FileFacts | None
+    headers: tuple[bytes, ...] = ()
 
     @property
     def title(self) -> str:

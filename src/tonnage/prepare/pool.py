@@ -22,11 +22,11 @@ from tonnage.prepare.journal import JobRecord
 from tonnage.prepare.messages import Progress, Refused, Setup, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class Worker:
     """One process and what it is at."""
 
     process: subprocess.Popen[bytes]
@@ -34,36 +34,52 @@ class _Worker:
     task: Task | None = None
 
 
-def run_tasks(tasks: Iterable[Task], setup: Setup, *, workers: int, lock: int) -> Generator[Progress | JobRecord]:
+@contextmanager
+def started(workers: int, lock: int) -> Iterator[list[Worker]]:
+    """Start so many workers; on leaving they are ended, in the middle of a task if they are at one.
+
+    Args:
+        workers: How many processes.
+        lock: Descriptor of the lock, which the workers hold as well.
+    """
+    with ExitStack() as stack:
+        idle = []
+        for _ in range(workers):
+            worker = _start(lock)
+            stack.callback(_end, worker)
+            idle.append(worker)
+        yield idle
+
+
+def run_tasks(tasks: Iterable[Task], setup: Setup, workers: Iterable[Worker]) -> Iterator[Progress | JobRecord]:
     """Yield progress and records as the workers report them, until every task is done.
 
     Args:
         tasks: In the order they are begun; the next is asked for when a worker is free.
         setup: What holds for all of them.
-        workers: How many processes.
-        lock: Descriptor of the lock, which the workers hold as well.
+        workers: New ones.
 
     Raises:
-        PrepareError: A task is refused, or a worker was killed. The other workers are ended.
+        PrepareError: A task is refused, or a worker was killed.
     """
-    waiting = iter(tasks)
-    with _started(setup, workers, lock) as idle:
-        busy: dict[Connection, _Worker] = {}
+    waiting, idle = iter(tasks), deque(workers)
+    for worker in idle:
+        _send(worker, setup)
+    busy: dict[Connection, Worker] = {}
+    _hand_out(waiting, idle, busy)
+    while busy:
+        for ready in wait(list(busy)):
+            assert isinstance(ready, Connection)
+            message = _receive(busy[ready])
+            if isinstance(message, Refused):
+                raise PrepareError(*message.problems)
+            if isinstance(message, JobRecord):
+                idle.append(busy.pop(ready))
+            yield message
         _hand_out(waiting, idle, busy)
-        while busy:
-            for ready in wait(list(busy)):
-                assert isinstance(ready, Connection)
-                worker = busy[ready]
-                message = _receive(worker)
-                if isinstance(message, Refused):
-                    raise PrepareError(*message.problems)
-                if isinstance(message, JobRecord):
-                    idle.append(busy.pop(ready))
-                yield message
-            _hand_out(waiting, idle, busy)
 
 
-def _hand_out(waiting: Iterator[Task], idle: deque[_Worker], busy: dict[Connection, _Worker]) -> None:
+def _hand_out(waiting: Iterator[Task], idle: deque[Worker], busy: dict[Connection, Worker]) -> None:
     """Give the next tasks to workers that have none."""
     while idle:
         task = next(waiting, None)
@@ -75,14 +91,14 @@ def _hand_out(waiting: Iterator[Task], idle: deque[_Worker], busy: dict[Connecti
         _send(worker, task)
 
 
-def _send(worker: _Worker, message: Setup | Task) -> None:
+def _send(worker: Worker, message: Setup | Task) -> None:
     try:
         worker.connection.send(message)
     except ConnectionError:
         raise _gone(worker) from None
 
 
-def _receive(worker: _Worker) -> Progress | JobRecord | Refused:
+def _receive(worker: Worker) -> Progress | JobRecord | Refused:
     try:
         message = worker.connection.recv()
     except (EOFError, ConnectionError):
@@ -91,7 +107,7 @@ def _receive(worker: _Worker) -> Progress | JobRecord | Refused:
     return message
 
 
-def _gone(worker: _Worker) -> Exception:
+def _gone(worker: Worker) -> Exception:
     """Return what to say of a worker that ended by itself."""
     status = worker.process.wait()
     what = worker.task.title if worker.task else "a worker"
@@ -106,21 +122,7 @@ def _gone(worker: _Worker) -> Exception:
     )
 
 
-@contextmanager
-def _started(setup: Setup, workers: int, lock: int) -> Iterator[deque[_Worker]]:
-    """Start the workers; end them on leaving, in the middle of a task if they are at one."""
-    with ExitStack() as stack:
-        started: deque[_Worker] = deque()
-        for _ in range(workers):
-            worker = _start(lock)
-            stack.callback(_end, worker)
-            started.append(worker)
-        for worker in started:
-            _send(worker, setup)
-        yield started
-
-
-def _start(lock: int) -> _Worker:
+def _start(lock: int) -> Worker:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(  # noqa: S603 - this very program
@@ -131,10 +133,10 @@ def _start(lock: int) -> _Worker:
             pass_fds=(theirs.fileno(), lock),
             process_group=0,  # Ctrl-C is for the run, which ends its workers
         )
-    return _Worker(process=process, connection=Connection(ours.detach()))
+    return Worker(process=process, connection=Connection(ours.detach()))
 
 
-def _end(worker: _Worker) -> None:
+def _end(worker: Worker) -> None:
     worker.connection.close()
     worker.process.kill()
     worker.process.wait()

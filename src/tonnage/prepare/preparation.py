@@ -11,6 +11,7 @@ from tonnage.prepare.checks import Survey, TaskSize, check_destination, survey_s
 from tonnage.prepare.io import FileFacts, PrepareError, source_facts
 from tonnage.prepare.jobs import Job, Schedule, WholeFile
 from tonnage.prepare.journal import Identity
+from tonnage.prepare.layout import header_bytes
 from tonnage.prepare.messages import Setup, Task
 
 
@@ -87,7 +88,9 @@ def make_tasks(preparation: Preparation, sizes: Iterable[TaskSize]) -> Iterator[
     for size in sizes:
         behind = size.number - len(schedule.jobs)
         work: Job | WholeFile = schedule.jobs[size.number] if behind < 0 else schedule.files[behind]
-        yield Task(number=size.number, work=work, source=None if size.source is None else facts[size.source])
+        headers = tuple(map(header_bytes, work.outputs)) if isinstance(work, Job) else ()
+        source = None if size.source is None else facts[size.source]
+        yield Task(number=size.number, work=work, source=source, headers=headers)
 
 
 def _check_planned(planned_bytes: dict[int, int], survey: Survey) -> None:

@@ -48,8 +48,6 @@ def held(preparation: Preparation, *, force: bool) -> Iterator[int]:
         check_foreign(output, ())
     with locked(make_parents(output, LOCK_FILE)) as lock:
         remove_partials(output)
-        if force:
-            _forget(preparation)
         try:
             yield lock
         finally:
@@ -78,8 +76,10 @@ def completed(preparation: Preparation) -> Summary | None:
     return summary
 
 
-def begin(preparation: Preparation) -> tuple[Journal, dict[int, JobRecord]]:
+def begin(preparation: Preparation, *, force: bool) -> tuple[Journal, dict[int, JobRecord]]:
     """Begin, or find out what an earlier run did; its word is taken for jobs whose files are there."""
+    if force:
+        _forget(preparation)
     output, identity = preparation.setup.output, preparation.identity
     path = path_within(output, JOURNAL_FILE)
     if not path.exists():

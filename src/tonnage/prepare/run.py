@@ -7,15 +7,14 @@ summary, it is complete and nothing is done.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from tonnage.prepare.checks import check_headers
 from tonnage.prepare.io import new_digest, write_whole
 from tonnage.prepare.journal import JobRecord, WrittenFile
 from tonnage.prepare.output_dir import SUMMARY, path_within, remove_partials
-from tonnage.prepare.pool import run_tasks
+from tonnage.prepare.pool import Worker, run_tasks, started
 from tonnage.prepare.preparation import Preparation, make_tasks
 from tonnage.prepare.resume import begin, completed, held
 from tonnage.prepare.summary import RankSummary, Summary, summary_bytes
@@ -55,30 +54,43 @@ def run_preparation(
             done stays done.
     """
     output = preparation.setup.output
-    started = time.monotonic()
+    start = time.monotonic()
     with held(preparation, force=force) as lock:
-        earlier = completed(preparation)
+        earlier = None if force else completed(preparation)
         if earlier is not None:
             return earlier
-        journal, records = begin(preparation)
         try:
-            with closing(_work(preparation, records, on_progress, lock)) as finished:
-                for record in finished:
-                    journal.append(record)
-                    records[record.job] = record
+            records = _write(preparation, on_progress, lock, force=force)
         finally:
-            journal.close()
             remove_partials(output)
         for job in preparation.schedule.jobs:
             check_headers(output, job)
-        summary = _summary(preparation, records, time.monotonic() - started)
+        summary = _summary(preparation, records, time.monotonic() - start)
         write_whole(path_within(output, SUMMARY), summary_bytes(summary), digest=new_digest("sha256"))
         return summary
 
 
+def _write(
+    preparation: Preparation, on_progress: Callable[[Standing], None], lock: int, *, force: bool
+) -> dict[int, JobRecord]:
+    """Do what is left to do, put it on record, and return all records."""
+    with started(preparation.workers, lock) as workers:  # interpreters start while this one looks around
+        journal, records = begin(preparation, force=force)
+        try:
+            for record in _work(preparation, records, on_progress, workers):
+                journal.append(record)
+                records[record.job] = record
+        finally:
+            journal.close()
+    return records
+
+
 def _work(
-    preparation: Preparation, records: dict[int, JobRecord], on_progress: Callable[[Standing], None], lock: int
-) -> Generator[JobRecord]:
+    preparation: Preparation,
+    records: dict[int, JobRecord],
+    on_progress: Callable[[Standing], None],
+    workers: list[Worker],
+) -> Iterator[JobRecord]:
     """Do what is left, largest first, and yield the records."""
     sizes = preparation.survey.tasks
     left = sorted((size for size in sizes if size.number not in records), key=lambda size: -size.written_bytes)
@@ -93,16 +105,13 @@ def _work(
     on_progress(standing)
     if not left:
         return
-    workers = min(preparation.workers, len(left))
-    events = run_tasks(make_tasks(preparation, left), preparation.setup, workers=workers, lock=lock)
-    with closing(events):
-        for event in events:
-            if isinstance(event, JobRecord):
-                yield event
-                standing = replace(standing, tasks_done=standing.tasks_done + 1)
-            else:
-                standing = replace(standing, done_bytes=standing.done_bytes + event.nbytes)
-            on_progress(standing)
+    for event in run_tasks(make_tasks(preparation, left), preparation.setup, workers):
+        if isinstance(event, JobRecord):
+            yield event
+            standing = replace(standing, tasks_done=standing.tasks_done + 1)
+        else:
+            standing = replace(standing, done_bytes=standing.done_bytes + event.nbytes)
+        on_progress(standing)
 
 
 def _summary(preparation: Preparation, records: dict[int, JobRecord], seconds: float) -> Summary:

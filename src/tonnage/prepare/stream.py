@@ -1,10 +1,11 @@
-"""One source tensor into the files of all ranks, window by window."""
+"""One source tensor into the files of all ranks, window by window.
+
+numpy gathers columns and holds codes; it is imported when that is needed, because many jobs need neither.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from tonnage.formats.dtypes import DTYPE_BITS
 from tonnage.prepare.io import NewFile, read_into
@@ -23,6 +24,7 @@ from tonnage.prepare.windows import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from tonnage.prepare.jobs import Step
@@ -66,8 +68,8 @@ class Stream:
         self._descriptor = descriptor
         self._outputs = outputs
         self._window = window_bytes
-        self._read = np.empty(0, np.uint8)
-        self._gathered = np.empty(0, np.uint8)
+        self._read = memoryview(b"")
+        self._gathered: Bytes | None = None
 
     def copy(self, step: Step) -> None:
         """Write every take of a tensor as it is stored."""
@@ -87,6 +89,8 @@ class Stream:
             quantize: Takes rows of the tensor as unsigned integers, fills codes and scales; the last argument is the
                 number of the first row.
         """
+        import numpy as np  # noqa: PLC0415 - see above
+
         source = step.source
         rows, columns = source.shape
         width = DTYPE_BITS[source.dtype] // 8
@@ -99,7 +103,7 @@ class Stream:
         codes = np.empty((max(1, min(rows, self._window // max(1, columns * width))), columns), np.uint8)
         for first, last in pieces(needed, len(codes)):
             raw = self._window_of(step, first * columns * width, (last - first) * columns * width)
-            bits = raw.view(f"u{width}").reshape(last - first, columns)
+            bits = np.frombuffer(raw, f"<u{width}").reshape(last - first, columns)
             quantize(bits, codes[: last - first], scales[first:last], first)
             for cut in cuts:
                 self._write_codes(cut, codes[: last - first], None if by_columns else (first * columns, last * columns))
@@ -110,7 +114,7 @@ class Stream:
         needed = merged(span for cut in cuts for span in cut.spans)
         for row in range(grid.rows):
             for window in pieces(needed, self._window):
-                view = self._window_of(step, row * grid.row_bytes + window[0], window[1] - window[0]).data
+                view = self._window_of(step, row * grid.row_bytes + window[0], window[1] - window[0])
                 for cut in cuts:
                     for begin, end in overlaps(cut.spans, window):
                         self._outputs.write(cut.take.rank, view[begin - window[0] : end - window[0]])
@@ -119,10 +123,12 @@ class Stream:
 
     def _copy_columns(self, step: Step, grid: Grid, cuts: tuple[Cut, ...]) -> None:
         """Many short rows: whole rows are read, and each rank's columns gathered."""
+        import numpy as np  # noqa: PLC0415 - see above
+
         together = self._window // max(1, grid.row_bytes)
         for first, last in pieces([(0, grid.rows)] if grid.row_bytes else [], max(1, together)):
             raw = self._window_of(step, first * grid.row_bytes, (last - first) * grid.row_bytes)
-            block = raw.reshape(last - first, grid.row_bytes)
+            block = np.frombuffer(raw, np.uint8).reshape(last - first, grid.row_bytes)
             for cut in cuts:
                 self._outputs.write(cut.take.rank, self._columns(cut, block, cut.take.zero_bytes))
 
@@ -145,11 +151,13 @@ class Stream:
 
     def _columns(self, cut: Cut, block: Bytes, zero_bytes: int = 0) -> memoryview:
         """Return the bytes of a cut of every row, gathered; valid until the next call."""
+        import numpy as np  # noqa: PLC0415 - see above
+
         width = cut.nbytes + zero_bytes
         if cut.spans == ((0, block.shape[1]),) and not zero_bytes:
             return block.reshape(-1).data
         nbytes = len(block) * width
-        if len(self._gathered) < nbytes:
+        if self._gathered is None or len(self._gathered) < nbytes:
             self._gathered = np.empty(nbytes, np.uint8)
         gathered = self._gathered[:nbytes].reshape(len(block), width)
         place = 0
@@ -159,12 +167,12 @@ class Stream:
         gathered[:, place:] = 0
         return gathered.reshape(-1).data
 
-    def _window_of(self, step: Step, begin: int, nbytes: int) -> Bytes:
+    def _window_of(self, step: Step, begin: int, nbytes: int) -> memoryview:
         """Read some bytes of a tensor; valid until the next call."""
         if len(self._read) < nbytes:
-            self._read = np.empty(nbytes, np.uint8)
+            self._read = memoryview(bytearray(nbytes))
         piece = self._read[:nbytes]
-        read_into(self._descriptor, piece.data, step.source.begin + begin, where=step.source.file)
+        read_into(self._descriptor, piece, step.source.begin + begin, where=step.source.file)
         return piece
 
 

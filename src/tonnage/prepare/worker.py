@@ -21,7 +21,6 @@ from tonnage.errors import Problem, TonnageError
 from tonnage.prepare.io import NewFile, PrepareError, new_digest, opened_source, read_into, sync_directory
 from tonnage.prepare.jobs import Job, OutputFile, Step, WholeFile
 from tonnage.prepare.journal import ConvertedTensor, JobRecord, WrittenFile
-from tonnage.prepare.layout import header_bytes
 from tonnage.prepare.messages import Progress, Refused, Setup, Task
 from tonnage.prepare.output_dir import make_parents
 from tonnage.prepare.stream import Outputs, Stream
@@ -78,7 +77,10 @@ def _write_job(
 ) -> tuple[tuple[_Written, ...], tuple[ConvertedTensor, ...]]:
     """Stream the tensors of a job into its outputs."""
     assert task.source is not None
-    files = {output.rank: _create(task, output, setup, stack) for output in job.outputs}
+    files = {
+        output.rank: _create(task, output, header, setup, stack)
+        for output, header in zip(job.outputs, task.headers, strict=True)
+    }
     converted = []
     with opened_source(setup.source, task.source) as descriptor:
         stream = Stream(descriptor, Outputs(files, on_bytes), window_bytes=setup.window_bytes)
@@ -131,9 +133,8 @@ def _convert(stream: Stream, step: Step, setup: Setup) -> ConvertedTensor:
     )
 
 
-def _create(task: Task, output: OutputFile, setup: Setup, stack: ExitStack) -> tuple[NewFile, int]:
+def _create(task: Task, output: OutputFile, header: bytes, setup: Setup, stack: ExitStack) -> tuple[NewFile, int]:
     """Create an output file and write its header; return it with the length of the header."""
-    header = header_bytes(output)
     path = make_parents(setup.output, output.path)
     file = NewFile(path, len(header) + output.payload_bytes, tag=f"job-{task.number}", digest=new_digest(setup.hash))
     stack.callback(file.close)

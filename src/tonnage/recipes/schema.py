@@ -24,8 +24,8 @@
 
 A module with ``out`` and ``in`` is a linear weight: it is stored as ``NAME.weight`` or in whatever tensors a storage
 format has for it. A module with ``shape`` is one tensor stored under exactly its name. Every number is an expression
-(:mod:`tonnage.recipes.expressions`) over config fields, ``[let]`` names, and ``layer`` where it differs by layer. A list
-of expressions on the split axis means parts that are cut one by one.
+(:mod:`tonnage.recipes.expressions`) over config fields, ``[let]`` names, and ``layer`` where it differs by layer. A
+list of expressions on the split axis means parts that are cut one by one.
 """
 
 from __future__ import annotations
