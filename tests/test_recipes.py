@@ -91,9 +91,9 @@ def test_unknown_family_is_refused_with_what_to_add() -> None:
     with pytest.raises(UnknownFamilyError) as caught:
         family_of("step3p7", ("Step3ForCausalLM",))
     line = str(caught.value)
-    assert "src/tonnage/recipes/FAMILY.toml" in line
-    assert "families.toml" in line
-    assert line.startswith("config.json: no recipe for this model family; ")
+    assert "CONTRIBUTING.md says how to add one" in line
+    assert "step3p7" in line
+    assert line.startswith("config.json: no recipe for this model family")
 
 
 @pytest.mark.parametrize("family", families())
@@ -113,6 +113,7 @@ WRONG: dict[str, tuple[str, list[str]]] = {
     "not TOML": ("[module", ["mine: not TOML"]),
     "unknown section": ("[modules]\n", ["recipe mine: unknown key", "found modules"]),
     "unknown key": ('[module]\n"a" = { role = "norm", shape = ["1"], splits = "row" }', ["recipe mine: a: unknown key", "found splits"]),
+    "no reason": ('[module]\n"a" = { role = "router", shape = ["1"] }', ["recipe mine: a: not cut, and no reason given"]),
     "no role": ('[module]\n"a" = { shape = ["1"] }', ["recipe mine: a: unknown role", "found None"]),
     "unknown role": ('[module]\n"a" = { role = "magic", shape = ["1"] }', ["recipe mine: a: unknown role", "found magic"]),
     "unknown split": ('[module]\n"a" = { role = "norm", shape = ["1"], split = "diagonal" }', ["recipe mine: a: unknown split", "column, row, vocab, replicated", "found diagonal"]),
@@ -153,8 +154,10 @@ WRONG: dict[str, tuple[str, list[str]]] = {
 
 @pytest.mark.parametrize(("text", "parts"), WRONG.values(), ids=WRONG)
 def test_wrong_recipe_is_refused_with_file_and_key(text: str, parts: list[str]) -> None:
+    if "why" not in text:
+        text = text.replace('role = "norm"', 'role = "norm", why = "small"')
     with pytest.raises(RecipeError) as caught:
-        parse_recipe("mine", text)
+        parse_recipe("mine", 'source = "made up"\n' + text)
     line = str(caught.value)
     assert "\n" not in line
     for part in parts:

@@ -218,8 +218,6 @@ def _rule(pattern: str, facts: dict[str, Any], where: str) -> Rule:
         raise _bad(where, "unknown role", ", ".join(ROLES), facts.get("role"))
     _check_choices(facts, where)
     split = facts.get("split", "replicated")
-    if split == "replicated" and not facts.get("why"):
-        raise _bad(where, "not cut, and no reason given", "a split, or why every rank holds it whole", facts)
     if ("shape" in facts) == ("out" in facts and "in" in facts):
         raise _bad(where, "wrong facts", "either shape, or out and in", sorted(facts))
     units = facts.get("units")
@@ -238,6 +236,8 @@ def _rule(pattern: str, facts: dict[str, Any], where: str) -> Rule:
             "in_": _extents(facts["in"], units if on_in else None, where),
         }
     plain = {k: facts[k] for k in _RULE_KEYS & set(facts) if k not in _PARSED}
+    if split == "replicated" and not facts.get("why"):
+        raise _bad(where, "not cut, and no reason given", "a split, or why every rank holds it whole", facts)
     return Rule(
         pattern=pattern,
         split=split,
