@@ -24,14 +24,9 @@ Row = tuple[str, Rank]
 CPU_CLASS = (
     "DeepSeek-V4 has a class of its own for CPUs, which does not pad shared experts to whole blocks as the one for GPUs"
 )
-KV_HEADS = "gpt_oss.py divides the KV heads by the ranks and cannot replicate them"
 NOT_REFUSED = {
     ("deepseek-ai__DeepSeek-V4-Pro", 16): CPU_CLASS,
     ("nvidia__DeepSeek-V4-Pro-NVFP4", 16): CPU_CLASS,
-    ("openai__gpt-oss-120b", 16): KV_HEADS,
-    ("openai__gpt-oss-120b", 32): KV_HEADS,
-    ("openai__gpt-oss-20b", 16): KV_HEADS,
-    ("openai__gpt-oss-20b", 32): KV_HEADS,
 }
 """Config and tensor-parallel size that vLLM refuses and a plan does not. Once a plan does, the row fails until it is deleted."""
 
@@ -124,16 +119,9 @@ def test_what_vllm_refuses_is_refused(name: str, where: Rank):
     assert (planned(config, where), allocated(config, where)) == (REFUSED, REFUSED)
 
 
-@pytest.mark.xfail(
-    reason="vLLM wants experts where expert parallelism is on; a plan goes on as if it were off", raises=AssertionError
-)
 def test_expert_parallelism_without_experts_is_refused():
     assert_same(read_config("meta-llama__Llama-3.1-8B-Instruct"), Rank(tp=2, ep=True))
 
 
-@pytest.mark.xfail(
-    reason="input scales of NVFP4 experts are counted as on the rank with the fewest: 744 bytes too many",
-    raises=AssertionError,
-)
 def test_rank_with_one_nvfp4_expert_more_equals_vllm():
     assert_same(read_config("nvidia__MiniMax-M2.5-NVFP4"), Rank(tp=24, ep=True, rank=12))

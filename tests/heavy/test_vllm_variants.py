@@ -83,19 +83,6 @@ METHODS = {
     "compressed nvfp4": compressed("nvfp4-pack-quantized", {**NVFP4, "dynamic": False}, {**NVFP4, "dynamic": "local"}),
 }
 
-GPTQ = "vLLM keeps no g_idx, and makes a bias for experts until it has loaded"
-WIDTH = "192 channels of an expert on a rank are no whole groups of 128"
-NOT_EQUAL_YET = {
-    ("gptq", DENSE): GPTQ,
-    ("gptq", EXPERTS): GPTQ,
-    ("compressed int4", DENSE): "weight_shape is held once for fused modules, as I64",
-    ("fp8 tensor, static", EXPERTS): "the input scale of gate and up is held once",
-    ("compressed fp8 tensor", EXPERTS): "the input scale of gate and up is held once",
-    ("awq", EXPERTS, 4): WIDTH + ": vLLM regroups by 64",
-    ("compressed fp8 block", EXPERTS, 4): WIDTH + ": vLLM refuses",
-}
-"""Method and config, perhaps the tensor-parallel size, for which a plan differs."""
-
 
 def methods() -> list[Any]:
     """Return every method with both configs at some topologies."""
@@ -106,19 +93,11 @@ def methods() -> list[Any]:
             name,
             where,
             id=f"{method} {name} tp={where.tp}{' ep' if where.ep else ''}",
-            marks=[pytest.mark.xfail(reason=gap, raises=AssertionError)]
-            if (gap := known_gap(method, name, where))
-            else [],
         )
         for method in METHODS
         for name, ranks in topologies.items()
         for where in ranks
     ]
-
-
-def known_gap(method: str, name: str, where: Rank) -> str | None:
-    by_size = None if where.ep else NOT_EQUAL_YET.get((method, name, where.tp))
-    return by_size or NOT_EQUAL_YET.get((method, name))
 
 
 @pytest.mark.parametrize("where", TOPOLOGIES.values(), ids=TOPOLOGIES)
