@@ -80,7 +80,7 @@ def test_json_beyond_the_limit_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(1 << 40)
 
-    with pytest.raises(ConfigError, match="file too large; expected at most 67108864 bytes; found 1099511627776 bytes"):
+    with pytest.raises(ConfigError, match="file too large; expected at most 8388608 bytes; found 1099511627776 bytes"):
         read_json(tmp_path / "config.json")
 
 
@@ -267,7 +267,7 @@ def test_an_index_too_large_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)
 
     assert refusal_lines(tmp_path) == [
-        "model.safetensors.index.json: file too large; expected at most 536870912 bytes; found 1099511627776 bytes"
+        "model.safetensors.index.json: file too large; expected at most 201326592 bytes; found 1099511627776 bytes"
     ]
 
 

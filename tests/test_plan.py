@@ -248,11 +248,11 @@ def test_plan_without_conversion_is_neutral() -> None:
     assert numerics(plan_checkpoint(llama(), PlanRequest(tp=2))) == {"class": "neutral", "converted": []}
 
 
-def test_suggestions_are_conversion_then_the_next_size_that_fits() -> None:
+def test_suggestions_are_the_smallest_changes_that_fit() -> None:
     request = PlanRequest(tp=1, supply=supply(HALF + 100))
     assert plan_checkpoint(llama(), request).fits is False
-    assert suggest(llama(), request) == ("--tp 2",)
-    assert suggest(llama(), replace(request, supply=supply(2 * HALF - 2000))) == ("--convert mxfp8", "--tp 2")
+    assert suggest(llama(), request) == ("--pp 2 with --convert mxfp8", "--tp 2", "--tp 4")
+    assert suggest(llama(), replace(request, supply=supply(2 * HALF - 2000)))[0] == "--convert mxfp8"
     assert suggest(llama(), replace(request, supply=None)) == ()
 
 

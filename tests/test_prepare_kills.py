@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tonnage.checkpoint.config import parse_config
 from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
 KILLS = 30
+LANES = 2
 MOST_LINES = 25
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -156,13 +158,12 @@ def check_contents(output: Path, wanted: dict[str, bytes], *, complete: bool) ->
         assert found == wanted
 
 
-def test_whatever_is_killed_nothing_incomplete_has_a_final_name_and_the_end_is_the_same(
-    source: Path, undisturbed: dict[bool, dict[str, bytes]], tmp_path: Path
-) -> None:
-    dice = random.Random(20261130)
+def kill_and_resume(source: Path, undisturbed: dict[bool, dict[str, bytes]], folder: Path, seed: int) -> int:
+    """Disturb preparations until enough were killed; return how many went on with what was there."""
+    dice = random.Random(seed)
     kills = resumed = preparations = 0
-    while kills < KILLS:
-        output, convert = tmp_path / str(preparations), preparations % 3 == 0
+    while kills < KILLS // LANES:
+        output, convert = folder / f"{seed}-{preparations}", preparations == 0
         preparations += 1
         for _ in range(4):
             run = start(source, output, convert=convert)
@@ -179,4 +180,12 @@ def test_whatever_is_killed_nothing_incomplete_has_a_final_name_and_the_end_is_t
         check_contents(output, undisturbed[convert], complete=True)
         assert {path.name for path in output.rglob("*.partial")} == set()
         assert not (output / ".prepare").exists()
-    assert resumed
+    return resumed
+
+
+def test_whatever_is_killed_nothing_incomplete_has_a_final_name_and_the_end_is_the_same(
+    source: Path, undisturbed: dict[bool, dict[str, bytes]], tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor(LANES) as pool:
+        lanes = [pool.submit(kill_and_resume, source, undisturbed, tmp_path, 20261130 + lane) for lane in range(LANES)]
+    assert sum(lane.result() for lane in lanes) > 0

@@ -67,9 +67,9 @@ def test_an_expert_is_cut_over_all_ranks_or_over_none() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no ranks": ({"tp": 0}, "--tp: out of range; expected 1..4096; found 0"),
-    "negative": ({"pp": -1}, "--pp: out of range; expected 1..4096; found -1"),
-    "too many": ({"tp": 4097}, "--tp: out of range; expected 1..4096; found 4097"),
+    "no ranks": ({"tp": 0}, "--tp: out of range; expected 1..1024; found 0"),
+    "negative": ({"pp": -1}, "--pp: out of range; expected 1..1024; found -1"),
+    "too many": ({"tp": 1025}, "--tp: out of range; expected 1..1024; found 1025"),
     "ep between": (
         {"tp": 8, "ep": 4},
         "--ep: experts spread over all tensor-parallel ranks or none; expected 1 or 8; found 4",

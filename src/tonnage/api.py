@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,10 +17,10 @@ from tonnage.assignment import Assignment, assign_blueprint, convert_to_mxfp8
 from tonnage.checkpoint.config import ModelConfig, parse_config
 from tonnage.checkpoint.io import CheckpointHeaders, begin_digest, read_bytes, read_checkpoint_headers
 from tonnage.checkpoint.strict_json import parse_object
-from tonnage.container import check_container
+from tonnage.container import check_against, check_container
 from tonnage.credit import CreditInputs
 from tonnage.engines import engine as find_engine
-from tonnage.errors import CheckpointError, ConfigError, CreditError, PlacementError, Problem, UnitError
+from tonnage.errors import CheckpointError, ConfigError, CreditError, PlacementError, Problem, UnitError, one_line
 from tonnage.formats.exl3_v1_manifest import parse_manifest
 from tonnage.formats.exl3_v1_names import DIALECTS
 from tonnage.inspection import counted_bytes
@@ -184,6 +185,12 @@ def plan_checkpoint(checkpoint: Checkpoint, request: PlanRequest) -> Plan:
     if request.convert == "mxfp8":
         assignment = convert_to_mxfp8(assignment)
     placement = place(assignment, request.topology, find_engine(request.engine))
+    layers = sum(map(len, placement.stages))
+    if request.pp > layers:
+        expected = f"at most {layers}"
+        raise PlacementError(
+            Problem(where="--pp", what="more stages than layers", expected=expected, found=str(request.pp))
+        )
     plan = make_plan(placement, supply=request.supply, held=held)
     return replace(plan, notes=(*plan.notes, *_without_effect(assignment, request)))
 
@@ -258,7 +265,7 @@ def _local(source: str | Path) -> Path:
             )
         )
     path = Path(source)
-    if not path.exists() and not path.is_symlink():
+    if not str(source) or not os.path.lexists(path):
         hint = "a directory or a config.json; a model is not downloaded, give what is on disk"
         raise CheckpointError(Problem(where=str(source), what="no such file or directory", expected=hint))
     if path.suffix.lower() in _WEIGHT_SUFFIXES and not path.is_dir():
@@ -287,7 +294,7 @@ def _read_config(path: Path) -> tuple[ModelConfig, str]:
     plain_name = path.name == "config.json"
     name = path.resolve().parent.name if plain_name else path.stem
     beside = _optional_json(path.with_name("hf_quant_config.json")) if plain_name else None
-    return _parsed(fields, name, beside), hashlib.sha256(raw).hexdigest()
+    return _parsed(fields, one_line(name), beside), hashlib.sha256(raw).hexdigest()
 
 
 def _parsed(fields: Mapping[str, Any], name: str, hf_quant: Mapping[str, Any] | None) -> ModelConfig:
@@ -317,6 +324,7 @@ def _open_directory(path: Path) -> Checkpoint:
     assignment = assign_headers(blueprint, shards, elsewhere=elsewhere)
     if manifest is not None:
         container = check_container(manifest, [s for s in headers.shards if s.shard_file in beside])
+        check_against(blueprint, container)
         assignment = replace(assignment, container=container)
     notes = (*assignment.notes, *map(str, headers.notes))
     return Checkpoint(
@@ -328,15 +336,16 @@ def _open_directory(path: Path) -> Checkpoint:
 
 
 def _manifest(path: Path) -> SlotManifest | None:
-    for dialect in DIALECTS:
-        document = _optional_json(path / dialect.manifest_name)
-        if document is not None:
-            return parse_manifest(document, where=dialect.manifest_name)
-    return None
+    found = {dialect.manifest_name: _optional_json(path / dialect.manifest_name) for dialect in DIALECTS}
+    documents = {name: document for name, document in found.items() if document is not None}
+    if len(documents) > 1:
+        where = " and ".join(documents)
+        raise CheckpointError(Problem(where=where, what="two manifests of routed experts", expected="one of them"))
+    return next((parse_manifest(document, where=name) for name, document in documents.items()), None)
 
 
 def _optional_json(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
+    if not os.path.lexists(path):  # a dangling link is a file that is missing, not one that never was
         return None
     return parse_object(read_bytes(path), where=path.name, kind=ConfigError)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from tonnage.checkpoint.skeletons import ShardHeader
     from tonnage.formats.exl3_v1_manifest import SlotManifest
+    from tonnage.recipes.blueprint import Blueprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,36 @@ def check_container(manifest: SlotManifest, shards: Sequence[ShardHeader]) -> Co
         problems += _metadata_problems(layer_metadata(manifest.geometry, layer.index, dialect=manifest.dialect), shard)
     raise_if_any(CheckpointError, problems)
     return Container(manifest=manifest, row_strides=tuple(strides))
+
+
+def check_against(blueprint: Blueprint, container: Container) -> None:
+    """Hold a container against the model: its layers have routed experts, of the number and widths it declares.
+
+    Raises:
+        CheckpointError: A layer or a number differs.
+    """
+    geometry, where = container.manifest.geometry, container.manifest.dialect.manifest_name
+    declared = {"experts": geometry.num_experts, "input width": geometry.hidden_size}
+    declared["intermediate width"] = geometry.intermediate_size
+    problems: list[Problem] = []
+    known: set[int] = set()
+    for module in blueprint.modules:
+        if module.rule.role != "expert":
+            continue
+        known.update(module.first)
+        down = module.rule.split == "row"
+        hidden, width = (module.out_size, module.in_size) if down else (module.in_size, module.out_size)
+        model = {"experts": module.stack or module.experts, "input width": hidden, "intermediate width": width}
+        problems += [
+            Problem(where=where, tensor=module.rule.pattern, what=name, expected=str(number), found=str(declared[name]))
+            for name, number in model.items()
+            if number != declared[name]
+        ]
+    strange = sorted(set(container.layers) - known)
+    if strange:
+        found = ", ".join(map(str, strange[:20]))
+        problems.append(Problem(where=where, what="layers without routed experts in the model", found=found))
+    raise_if_any(CheckpointError, problems)
 
 
 def slot_extents(container: Container, tp: int) -> tuple[tuple[range, ...], ...]:

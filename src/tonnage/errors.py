@@ -52,7 +52,7 @@ class Problem:
             line += f"; expected {self.expected}"
         if self.found is not None:
             line += f"; found {self.found}"
-        return _one_line(line)
+        return one_line(line)
 
 
 class TonnageError(Exception):
@@ -66,8 +66,11 @@ class TonnageError(Exception):
         self.problems = problems
 
     def __str__(self) -> str:
-        """Return all problems, one per line."""
-        return "\n".join(str(problem) for problem in self.problems)
+        """Return the problems, one per line; those beyond the first 40 are counted."""
+        lines = [str(problem) for problem in self.problems[:_MOST_LINES]]
+        if len(self.problems) > _MOST_LINES:
+            lines.append(f"and {len(self.problems) - _MOST_LINES} more problems")
+        return "\n".join(lines)
 
 
 class UnitError(TonnageError):
@@ -113,10 +116,11 @@ def raise_if_any(kind: type[TonnageError], problems: Iterable[Problem]) -> None:
         raise kind(*found)
 
 
+_MOST_LINES = 40
 _LONGEST_LINE = 400
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Make text from a stranger's file printable on one line: control characters escaped, length bounded."""
     shown = text[: _LONGEST_LINE + 1]
     printable = "".join(

@@ -164,6 +164,10 @@ class _Matcher:
                 if not (module.optional or self._is_elsewhere(module, first)):
                     self._whole_layer_is_missing(module, first)
                 continue
+            if self._is_elsewhere(module, first):
+                what = f"stored in the container for layer {first}, and in the shards as well"
+                self._beyond.add(1, [Problem(where="checkpoint", tensor=module.rule.pattern, what=what)])
+                continue
             for instance in self._instances(module, first, suffixes, mixed.get((base, first))):
                 groups.setdefault((instance.kept, instance.members, instance.copies), []).append(
                     -1 if first is None else first

@@ -8,7 +8,7 @@ from typing import Literal
 from tonnage.errors import PlacementError, Problem
 
 Engine = Literal["vllm", "sglang", "exllamav3", "split"]
-MOST_RANKS = 1 << 12
+MOST_RANKS = 1 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+MODEL_DTYPES = ("BF16", "F16", "F32")
+"""What unquantised tensors can be stored in."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """What config.json and its neighbours say.
@@ -98,8 +102,8 @@ def _dtype(fields: Mapping[str, Any]) -> str:
             if stated is None:
                 continue
             known = TORCH_NAMES.get(stated.removeprefix("torch.")) if isinstance(stated, str) else None
-            if known is None:
-                raise _bad(f"unknown {key}", ", ".join(TORCH_NAMES), stated)
+            if known not in MODEL_DTYPES:
+                raise _bad(f"unknown {key}", "bfloat16, float16 or float32", stated)
             return known
     return "BF16"
 

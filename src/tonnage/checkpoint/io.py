@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-JSON_LIMIT_BYTES = 64 << 20
-INDEX_LIMIT_BYTES = 512 << 20
+JSON_LIMIT_BYTES = 8 << 20
+INDEX_LIMIT_BYTES = 192 << 20
 _LARGEST_KEPT_BLOCK = 16 << 20
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 

@@ -15,6 +15,12 @@ DEEPEST = 64
 _LONGEST_NUMBER = 400
 
 
+MOST_VALUES = 1_000_000
+MOST_CONTAINERS = 100_000
+"""Beyond these a small JSON file costs more than any config is worth. The largest one known has 12,000 objects."""
+MOST_PROBLEMS = 40
+
+
 class Members(tuple[tuple[str, object], ...]):
     """The members of one JSON object in the order written, duplicates included."""
 
@@ -81,6 +87,9 @@ def parse_object(raw: bytes, *, where: str, kind: type[TonnageError], constants:
     Raises:
         TonnageError: As ``kind``, with all problems: not UTF-8, not JSON, not an object, duplicate keys, too deep.
     """
+    if raw.count(b",") > MOST_VALUES or raw.count(b"[") + raw.count(b"{") > MOST_CONTAINERS:
+        expected = f"at most {MOST_VALUES} values and {MOST_CONTAINERS} arrays and objects"
+        raise kind(Problem(where=where, what="too many values", expected=expected))
     try:
         value = members(raw, constants=constants)
     except NotJsonError as error:
@@ -141,6 +150,8 @@ def _plain(value: object, path: str, where: str, problems: list[Problem]) -> obj
     """Turn ``Members`` into dicts, noting duplicate keys with the path to them."""
     if isinstance(value, list):
         return [_plain(item, f"{path}[{number}]", where, problems) for number, item in enumerate(value)]
+    if len(problems) >= MOST_PROBLEMS:
+        return None
     if isinstance(value, str) and not is_unicode(value):
         problems.append(Problem(where=where, what=path, expected="Unicode text", found="half of a surrogate pair"))
     if not isinstance(value, Members):

@@ -5,9 +5,9 @@ Exit codes: 0 yes, 1 bug (a traceback), 2 unusable input, 3 does not fit. Result
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -54,13 +54,24 @@ for command in (inspect, plan, prepare, models, gpus, synth, demo):
 
 
 def main() -> None:
-    """Run the command; a refusal is printed on stderr, one line per problem, and exits with 2."""
+    """Run the command; a refusal is printed on stderr, one line per problem, and exits with 2.
+
+    A closed pipe ends the command as it ends any other; output that cannot be written is a refusal too.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except TonnageError as error:
-        for problem in error.problems:
-            print(f"tonnage: {problem}", file=sys.stderr)  # noqa: T201 - the command's own output
-        raise SystemExit(UNUSABLE_INPUT) from None
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(UNUSABLE_INPUT) from None
+        _refuse(str(error))
+    except OSError as error:
+        sys.stdout = None  # nothing is left to flush at exit
+        _refuse(f"cannot write the output; found {error.strerror}")
+
+
+def _refuse(lines: str) -> NoReturn:
+    for line in lines.splitlines():
+        print(f"tonnage: {line}", file=sys.stderr)  # noqa: T201 - the command's own output
+    raise SystemExit(UNUSABLE_INPUT) from None

@@ -123,7 +123,7 @@ def fp8_channel(*, scale_dtype: str = MODEL_DTYPE) -> StorageFormat:
 
 def int_packed(bits: int, group: int, *, symmetric: bool = True) -> StorageFormat:
     """compressed-tensors ``pack-quantized``: codes packed into I32 along the inputs, BF16 scales, logical shape."""
-    per_word = _codes_per_word(bits)
+    per_word = _whole_words(bits, group)
     zero = () if symmetric else (Part(".weight_zero_point", "I32", (Dim("out", per_word), Dim("in", group))),)
     return StorageFormat(
         name=f"int{bits}_pack_g{group}",
@@ -140,7 +140,7 @@ def int_packed(bits: int, group: int, *, symmetric: bool = True) -> StorageForma
 
 def gptq(bits: int, group: int) -> StorageFormat:
     """GPTQ: codes packed along the inputs, stored ``[in, out]``, zero points packed along the outputs."""
-    per_word = _codes_per_word(bits)
+    per_word = _whole_words(bits, group)
     return StorageFormat(
         name=f"gptq_int{bits}_g{group}",
         parts=(
@@ -156,7 +156,7 @@ def gptq(bits: int, group: int) -> StorageFormat:
 
 def awq(bits: int, group: int) -> StorageFormat:
     """AWQ (gemm): codes packed along the outputs, stored ``[in, out]``."""
-    per_word = _codes_per_word(bits)
+    per_word = _whole_words(bits, group)
     return StorageFormat(
         name=f"awq_int{bits}_g{group}",
         parts=(
@@ -202,6 +202,19 @@ def exl3(
         pads_to=EXL3_GRAIN,
         bias_dtype="F16",
     )
+
+
+def _whole_words(bits: int, group: int) -> int:
+    """Return how many codes one 32-bit word holds, for a group of whole words.
+
+    Raises:
+        UnknownFormatError: The width is unknown, or a group ends inside a word.
+    """
+    per_word = _codes_per_word(bits)
+    if group <= 0 or group % per_word:
+        expected = f"a multiple of {per_word} codes, one word"
+        raise UnknownFormatError(Problem(where="int format", what="group size", expected=expected, found=str(group)))
+    return per_word
 
 
 def _codes_per_word(bits: int) -> int:

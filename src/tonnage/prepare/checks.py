@@ -2,161 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from tonnage.checkpoint.header_check import PREFIX_BYTES
 from tonnage.checkpoint.headers import header_end, parse_header
 from tonnage.errors import CheckpointError, Problem
 from tonnage.prepare.io import PrepareError, opened_regular, read_into
-from tonnage.prepare.jobs import Job, OutputFile, Schedule, WholeFile
+from tonnage.prepare.jobs import Job, OutputFile, WholeFile
 from tonnage.prepare.layout import header_bytes
 from tonnage.prepare.output_dir import path_within
-from tonnage.prepare.windows import BLOCK_ELEMENTS
-from tonnage.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from tonnage.prepare.journal import WrittenFile
+    from tonnage.prepare.survey import OutputSize
 
 DISK_BLOCK_BYTES = 4096
-PLAIN_WORKER_BYTES = 48 * MIB
-"""Anonymous memory of a worker besides its windows: interpreter, numpy, one job."""
-CONVERTING_WORKER_BYTES = 120 * MIB
-"""The same with numba and the compiled kernels."""
 ASSUMED_BYTES_PER_SECOND = 500_000_000
 """Written, synced, of one preparation; what a dry run's time is computed from."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputSize:
-    """One output file, known before it is written.
-
-    Attributes:
-        path: Relative to the output directory.
-        rank: Global rank; ``None`` for a file of all ranks.
-        payload_bytes: Bytes of tensors.
-        file_bytes: Header included.
-    """
-
-    path: str
-    rank: int | None
-    payload_bytes: int
-    file_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSize:
-    """What a task writes.
-
-    Attributes:
-        number: Position among jobs, then whole files; names it in the journal.
-        source: Plain name of the file it reads; ``None`` if it reads none.
-        outputs: Its files.
-        largest_scales: Bytes of the scales of its largest converted tensor; zero if it converts nothing.
-    """
-
-    number: int
-    source: str | None
-    outputs: tuple[OutputSize, ...]
-    largest_scales: int = 0
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes of progress: payload of tensors, the whole of other files."""
-        return sum(output.file_bytes if output.rank is None else output.payload_bytes for output in self.outputs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
-    """A schedule's sizes.
-
-    Attributes:
-        tasks: Jobs, then whole files, by number.
-        digest: SHA-256 of the schedule: equal only if every byte has the same place.
-    """
-
-    tasks: tuple[TaskSize, ...]
-    digest: str
-
-    @property
-    def outputs(self) -> tuple[OutputSize, ...]:
-        """All files."""
-        return tuple(output for task in self.tasks for output in task.outputs)
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes of progress of all tasks."""
-        return sum(task.written_bytes for task in self.tasks)
-
-    def payload_bytes(self, rank: int) -> int:
-        """Bytes of tensors a rank gets."""
-        return sum(output.payload_bytes for output in self.outputs if output.rank == rank)
-
-    def worker_bytes(self, window_bytes: int) -> int:
-        """Anonymous memory a worker needs at most: read and gathered windows, codes, scales."""
-        scales = max((task.largest_scales for task in self.tasks), default=0)
-        if scales:
-            return CONVERTING_WORKER_BYTES + 3 * window_bytes + 2 * scales
-        return PLAIN_WORKER_BYTES + 2 * window_bytes
-
-
-def survey_schedule(schedule: Schedule, whole_bytes: Mapping[str, int]) -> Survey:
-    """Return the sizes of a schedule, each of its jobs made once.
-
-    Args:
-        schedule: What is to be done.
-        whole_bytes: Sizes of the source files that come along whole.
-    """
-    digest = hashlib.sha256()
-    tasks = []
-    for number, job in enumerate(schedule.jobs):
-        _add(digest, msgspec.json.encode(job))
-        tasks.append(_job_size(number, job))
-    for number, file in enumerate(schedule.files, start=len(tasks)):
-        _add(digest, msgspec.json.encode((file.path, file.source)))
-        _add(digest, file.content)
-        tasks.append(_whole_size(number, file, whole_bytes))
-    _add(digest, msgspec.json.encode((schedule.ranks, schedule.scale_rule)))
-    _check_paths(tasks)
-    return Survey(tasks=tuple(tasks), digest=digest.hexdigest())
-
-
-def _add(digest: hashlib._Hash, part: bytes) -> None:
-    digest.update(len(part).to_bytes(8, "little"))
-    digest.update(part)
-
-
-def _job_size(number: int, job: Job) -> TaskSize:
-    outputs = []
-    for output in job.outputs:
-        payload = output.payload_bytes
-        nbytes = len(header_bytes(output)) + payload
-        outputs.append(OutputSize(path=output.path, rank=output.rank, payload_bytes=payload, file_bytes=nbytes))
-    elements = (step.source.shape[0] * step.source.shape[1] for step in job.steps if step.convert)
-    scales = max(elements, default=0) // BLOCK_ELEMENTS
-    return TaskSize(number=number, source=job.source_file, outputs=tuple(outputs), largest_scales=scales)
-
-
-def _whole_size(number: int, file: WholeFile, whole_bytes: Mapping[str, int]) -> TaskSize:
-    nbytes = len(file.content) if file.source is None else whole_bytes[file.source]
-    output = OutputSize(path=file.path, rank=None, payload_bytes=0, file_bytes=nbytes)
-    return TaskSize(number=number, source=file.source, outputs=(output,))
-
-
-def _check_paths(tasks: Iterable[TaskSize]) -> None:
-    seen: set[str] = set()
-    for task in tasks:
-        for output in task.outputs:
-            if output.path in seen:
-                raise ValueError(f"{output.path}: two tasks write this file")
-            seen.add(output.path)
 
 
 # --- before ---------------------------------------------------------------------------------------------------------
@@ -245,6 +111,23 @@ def is_done(output: Path, files: Iterable[WrittenFile], work: Job | WholeFile) -
     except PrepareError:
         return False
     return all(_size(output, path) == file.file_bytes for path, file in recorded.items())
+
+
+def check_sizes(output: Path, outputs: Iterable[OutputSize]) -> None:
+    """Look at every file once more when all are written.
+
+    Raises:
+        PrepareError: A file is missing or has another size; every such file is named.
+    """
+    problems = [
+        Problem(
+            where=planned.path, what="not as written", expected=f"{planned.file_bytes} bytes", found=f"{found} bytes"
+        )
+        for planned in outputs
+        if (found := _size(output, planned.path)) != planned.file_bytes
+    ]
+    if problems:
+        raise PrepareError(*problems)
 
 
 def check_headers(output: Path, job: Job) -> None:

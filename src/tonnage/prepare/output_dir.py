@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -136,8 +137,7 @@ def remove_partials(directory: Path) -> None:
     """Remove what an interrupted run left unfinished. Only under the lock."""
     for path in _files(directory):
         if _PARTIAL_NAME.fullmatch(path.name):
-            with writing(path):
-                path.unlink(missing_ok=True)
+            _remove(path)
 
 
 def check_foreign(directory: Path, ours: Collection[str]) -> None:
@@ -169,10 +169,8 @@ def remove_recorded(directory: Path, relatives: Collection[str]) -> None:
     Raises:
         PrepareError: A recorded path leaves the directory, or cannot be removed.
     """
-    for relative in sorted(relatives):
-        path = path_within(directory, relative)
-        with writing(path):
-            path.unlink(missing_ok=True)
+    with ThreadPoolExecutor() as pool:  # freeing the pages and blocks of a file takes as long as hashing it
+        list(pool.map(_remove, [path_within(directory, relative) for relative in sorted(relatives)]))
     for relative in sorted(relatives):
         for parent in (directory / relative).parents:
             if parent == directory:
@@ -181,6 +179,11 @@ def remove_recorded(directory: Path, relatives: Collection[str]) -> None:
                 parent.rmdir()
             except OSError:
                 break
+
+
+def _remove(path: Path) -> None:
+    with writing(path):
+        path.unlink(missing_ok=True)
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -51,8 +51,10 @@ def started(workers: int, lock: int) -> Iterator[list[Worker]]:
         yield idle
 
 
-def run_tasks(tasks: Iterable[Task], setup: Setup, workers: Iterable[Worker]) -> Iterator[Progress | JobRecord]:
-    """Yield progress and records as the workers report them, until every task is done.
+def run_tasks(
+    tasks: Iterable[Task], setup: Setup, workers: Iterable[Worker]
+) -> Iterator[Progress | tuple[Task, JobRecord]]:
+    """Yield progress and finished tasks as the workers report them, until every task is done.
 
     Args:
         tasks: In the order they are begun; the next is asked for when a worker is free.
@@ -70,12 +72,16 @@ def run_tasks(tasks: Iterable[Task], setup: Setup, workers: Iterable[Worker]) ->
     while busy:
         for ready in wait(list(busy)):
             assert isinstance(ready, Connection)
-            message = _receive(busy[ready])
-            if isinstance(message, Refused):
-                raise PrepareError(*message.problems)
-            if isinstance(message, JobRecord):
+            worker = busy[ready]
+            message = _receive(worker)
+            if isinstance(message, Progress):
+                yield message
+            elif isinstance(message, JobRecord):
                 idle.append(busy.pop(ready))
-            yield message
+                assert worker.task is not None
+                yield worker.task, message
+            else:
+                raise PrepareError(*message.problems)
         _hand_out(waiting, idle, busy)
 
 

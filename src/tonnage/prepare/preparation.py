@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from tonnage.errors import Problem
-from tonnage.prepare.checks import Survey, TaskSize, check_destination, survey_schedule
+from tonnage.prepare.checks import check_destination
 from tonnage.prepare.io import FileFacts, PrepareError, source_facts
 from tonnage.prepare.jobs import Job, Schedule, WholeFile
 from tonnage.prepare.journal import Identity
 from tonnage.prepare.layout import header_bytes
 from tonnage.prepare.messages import Setup, Task
+from tonnage.prepare.survey import Survey, TaskSize, survey_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

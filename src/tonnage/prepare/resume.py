@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tonnage.checkpoint.io import read_bytes
 from tonnage.errors import Problem
-from tonnage.prepare.checks import TaskSize, check_disk, check_memory, is_done
+from tonnage.prepare.checks import check_disk, check_memory, is_done
 from tonnage.prepare.io import PrepareError, sync_directory
 from tonnage.prepare.journal import (
     JOURNAL_LIMIT_BYTES,
@@ -35,6 +35,7 @@ from tonnage.prepare.output_dir import (
 )
 from tonnage.prepare.preparation import Preparation, make_tasks
 from tonnage.prepare.summary import Summary, read_summary
+from tonnage.prepare.survey import TaskSize
 
 JOURNAL_FILE = f"{STATE}/journal.jsonl"
 LOCK_FILE = f"{STATE}/lock"

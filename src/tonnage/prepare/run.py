@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from tonnage.prepare.checks import check_headers
+from tonnage.prepare.checks import check_headers, check_sizes
 from tonnage.prepare.io import new_digest, write_whole
+from tonnage.prepare.jobs import Job
 from tonnage.prepare.journal import JobRecord, WrittenFile
+from tonnage.prepare.messages import Progress
 from tonnage.prepare.output_dir import SUMMARY, path_within, remove_partials
 from tonnage.prepare.pool import Worker, run_tasks, started
 from tonnage.prepare.preparation import Preparation, make_tasks
@@ -63,8 +65,7 @@ def run_preparation(
             records = _write(preparation, on_progress, lock, force=force)
         finally:
             remove_partials(output)
-        for job in preparation.schedule.jobs:
-            check_headers(output, job)
+        check_sizes(output, preparation.survey.outputs)
         summary = _summary(preparation, records, time.monotonic() - start)
         write_whole(path_within(output, SUMMARY), summary_bytes(summary), digest=new_digest("sha256"))
         return summary
@@ -91,7 +92,7 @@ def _work(
     on_progress: Callable[[Standing], None],
     workers: list[Worker],
 ) -> Iterator[JobRecord]:
-    """Do what is left, largest first, and yield the records."""
+    """Do what is left, largest first, and yield records of what was read back and found to be as planned."""
     sizes = preparation.survey.tasks
     left = sorted((size for size in sizes if size.number not in records), key=lambda size: -size.written_bytes)
     resumed = preparation.survey.written_bytes - sum(size.written_bytes for size in left)
@@ -106,11 +107,14 @@ def _work(
     if not left:
         return
     for event in run_tasks(make_tasks(preparation, left), preparation.setup, workers):
-        if isinstance(event, JobRecord):
-            yield event
-            standing = replace(standing, tasks_done=standing.tasks_done + 1)
-        else:
+        if isinstance(event, Progress):
             standing = replace(standing, done_bytes=standing.done_bytes + event.nbytes)
+        else:
+            task, record = event
+            if isinstance(task.work, Job):
+                check_headers(preparation.setup.output, task.work)
+            yield record
+            standing = replace(standing, tasks_done=standing.tasks_done + 1)
         on_progress(standing)
 
 

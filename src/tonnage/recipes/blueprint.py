@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
+from tonnage.checkpoint.config_checks import field_problems
 from tonnage.checkpoint.name_tests import Kind
 from tonnage.checkpoint.quant import PLAIN, QuantScheme, parse_quantization
-from tonnage.errors import ConfigError, Problem, RecipeError, TonnageError
+from tonnage.errors import ConfigError, Problem, RecipeError, TonnageError, raise_if_any
 from tonnage.formats.dtypes import payload_bytes
 from tonnage.formats.storage import MODEL_DTYPE, Dim, Part, StorageFormat, stored_shape
 from tonnage.recipes.loader import families, family_of, load_recipe
@@ -66,6 +67,7 @@ class Module:
         optional: A checkpoint without it is complete too.
         fmt: Storage format the config states.
         method: ``quant_method`` of the config; engines treat some formats differently by it.
+        model_dtype: Dtype the config states for unquantised tensors.
         names: What its expressions were evaluated with, for those of the engines.
     """
 
@@ -81,6 +83,7 @@ class Module:
     optional: bool
     fmt: StorageFormat
     method: str = "none"
+    model_dtype: str = "BF16"
     names: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -195,6 +198,12 @@ def draw_blueprint(recipe: Recipe, config: ModelConfig, *, dialect: str = "") ->
     scheme = parse_quantization(config.fields, config.hf_quant, dialect=dialect)
     modules: list[Module] = []
     problems: dict[str, Problem] = {}
+    impossible = [
+        problem
+        for scope in dict.fromkeys(((), *(section.scope for section in recipe.sections)))
+        for problem in field_problems(_object_at(config, scope), ".".join((config.name, *scope)))
+    ]
+    raise_if_any(ConfigError, dict.fromkeys(impossible))
     for section in recipe.sections:
         try:
             if all(
@@ -206,6 +215,14 @@ def draw_blueprint(recipe: Recipe, config: ModelConfig, *, dialect: str = "") ->
     if problems:
         raise RecipeError(*problems.values())
     return Blueprint(recipe=recipe, config=config, scheme=scheme, modules=tuple(modules), notes=scheme.notes)
+
+
+def _object_at(config: ModelConfig, scope: tuple[str, ...]) -> Mapping[str, object]:
+    """Return the config object at a path, or nothing where there is none."""
+    here: object = config.fields
+    for key in scope:
+        here = here.get(key) if isinstance(here, dict) else None
+    return here if isinstance(here, dict) else {}
 
 
 def stored_tensors(module: Module, fmt: StorageFormat, model_dtype: str) -> tuple[Stored, ...]:
@@ -283,7 +300,7 @@ def _section_modules(
             raise ConfigError(
                 Problem(where=config.name, what=f"{what}: not described by {section.name}.toml", found=test.text)
             )
-    numbers = _Numbers(section, fields)
+    numbers = _Numbers(section, fields, config.dtype)
     for rule in section.rules:
         try:
             yield from _rule_modules(rule, section, numbers, scheme)
@@ -332,6 +349,7 @@ def _rule_modules(rule: Rule, section: Section, numbers: _Numbers, scheme: Quant
             optional=optional,
             fmt=fmt,
             method=scheme.method,
+            model_dtype=numbers.model_dtype,
             names=numbers.names(layers[0] if index_names else None),
         )
 
@@ -370,8 +388,9 @@ def _uses(rule: Rule, names: frozenset[str] | set[str]) -> bool:
 class _Numbers:
     """Evaluates a section's expressions: config fields, then lets, then ``layer``."""
 
-    def __init__(self, section: Section, fields: dict[str, object]) -> None:
+    def __init__(self, section: Section, fields: dict[str, object], model_dtype: str) -> None:
         self._section = section
+        self.model_dtype = model_dtype
         self._base = fields
         self._by_layer: dict[int | None, dict[str, object]] = {}
         layered: set[str] = set()

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tonnage.checkpoint.index import INDEX_FILE
@@ -27,7 +28,6 @@ from tonnage.synth.values import PIECE_BYTES, Values
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from fractions import Fraction
-    from pathlib import Path
 
     from tonnage.checkpoint.config import ModelConfig
 
@@ -164,7 +164,7 @@ def _new_directory(final: Path) -> Iterator[Path]:
         raise CheckpointError(Problem(where=str(final), what="output is in use", expected=expected))
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = final.parent / tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".unfinished", dir=final.parent)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".unfinished", dir=final.parent))
         try:
             unfinished.chmod(0o755)  # the directory of a checkpoint, not of a secret
             yield unfinished
