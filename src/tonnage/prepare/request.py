@@ -18,7 +18,7 @@ from tonnage.prepare.journal import Identity
 from tonnage.prepare.layout import choose_side_files
 from tonnage.prepare.messages import WINDOW_BYTES, Setup
 from tonnage.prepare.preparation import Preparation, make_preparation
-from tonnage.prepare.schedule import JOB_BYTES, OutputLayout, make_schedule
+from tonnage.prepare.schedule import OutputLayout, make_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class PrepareOptions:
     ranks: tuple[int, ...] | None = None
     workers: int | None = None
     window_bytes: int = WINDOW_BYTES
-    job_bytes: int = JOB_BYTES
+    job_bytes: int | None = None
 
 
 def prepare_placement(

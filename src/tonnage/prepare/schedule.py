@@ -22,7 +22,10 @@ from tonnage.prepare.layout import rank_directory
 from tonnage.prepare.shard_jobs import ShardJobs, Taken, cut_into_spans
 from tonnage.prepare.slots import SLOTS_FILE, SlotJobs, slot_jobs
 
-JOB_BYTES = 4 << 30
+MOST_JOB_BYTES = 4 << 30
+LEAST_JOB_BYTES = 256 << 20
+JOBS_AT_LEAST = 8
+"""A checkpoint is cut into at least this many jobs, so that the workers share it, unless they became small."""
 OutputLayout = Literal["tp", "hf"]
 """One directory per rank, or an unsharded standard checkpoint."""
 
@@ -56,7 +59,7 @@ def make_schedule(  # noqa: PLR0913 - all that a preparation can be asked for
     scale_rule: ScaleRule = "rceil",
     quant_style: QuantStyle = "compressed-tensors",
     side_files: Sequence[str] = (),
-    job_bytes: int = JOB_BYTES,
+    job_bytes: int | None = None,
 ) -> Schedule:
     """Return what is to be done.
 
@@ -68,7 +71,8 @@ def make_schedule(  # noqa: PLR0913 - all that a preparation can be asked for
         scale_rule: Of converted tensors.
         quant_style: How the config of layout ``hf`` states the conversion.
         side_files: Files of the checkpoint that come along, see :func:`tonnage.prepare.layout.choose_side_files`.
-        job_bytes: Source bytes of a job; a larger tensor is a job of its own.
+        job_bytes: Source bytes of a job; by default an eighth of the checkpoint, at least 256 MiB and at most 4 GiB.
+            A larger tensor is a job of its own.
 
     Raises:
         PlacementError: A tensor cannot be cut as the ranks hold it, the layout does not suit the topology, or a rank is
@@ -82,7 +86,8 @@ def make_schedule(  # noqa: PLR0913 - all that a preparation can be asked for
     slots = slot_jobs(placement, shards)
     beside = frozenset(layer.file for layer in slots.container.manifest.layers) if slots else frozenset()
     finder, taken = Finder(placement), Taken(topology.tp)
-    spans = cut_into_spans(finder, (s for s in shards if s.shard_file not in beside), taken, job_bytes)
+    whole = [shard for shard in shards if shard.shard_file not in beside]
+    spans = cut_into_spans(finder, whole, taken, job_bytes or _job_bytes(whole))
     _check_bytes(placement, taken)
     shard_jobs = ShardJobs(
         finder=finder,
@@ -114,6 +119,12 @@ def _along(
         yield partial(WholeFile, path=CONFIG_FILE, content=config)
     for name in sorted(names):
         yield partial(WholeFile, path=name, source=name)
+
+
+def _job_bytes(shards: Sequence[ShardHeader]) -> int:
+    """Return the source bytes of a job: of the checkpoint alone, so that every machine writes the same files."""
+    eighth = sum(shard.payload_bytes for shard in shards) // JOBS_AT_LEAST
+    return min(max(eighth, LEAST_JOB_BYTES), MOST_JOB_BYTES)
 
 
 def _index(jobs: ShardJobs, rank: int) -> WholeFile:
