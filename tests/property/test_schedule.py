@@ -120,7 +120,9 @@ def assert_scheduled_as_planned(placement: Placement, schedule: Schedule) -> Non
     tp = placement.topology.tp
     for rank in range(placement.topology.world_size):
         planned = placement.rank_bytes(rank // tp, rank % tp)
-        added = sum(placement.extra_multiplicity(extra, rank // tp) * extra.nbytes[rank % tp] for extra in placement.extras)
+        added = sum(
+            placement.extra_multiplicity(extra, rank // tp) * extra.nbytes[rank % tp] for extra in placement.extras
+        )
         assert total[rank] == planned - added
     assert added == 0 or placement.engine.name != "split"
 
