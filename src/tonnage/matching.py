@@ -178,8 +178,9 @@ class _Matcher:
                 self._not_a_format(module, kept, numbers, members)
                 continue
             fmt, stored = known
-            if module.rule.is_linear and fmt.name != module.fmt.name and not self._blueprint.scheme.rates_unknown:
-                self._notes.append(f"{module.rule.pattern}: config states {module.fmt.name}, stored as {fmt.name}")
+            stated = self._stated(module, numbers[0], members)
+            if module.rule.is_linear and fmt.name != stated and not self._blueprint.scheme.rates_unknown:
+                self._notes.append(f"{module.rule.pattern}: config states {stated}, stored as {fmt.name}")
             marker = f".{self._blueprint.scheme.codebook}"
             if fmt.name.startswith("exl3_") and marker in (".mcg", ".mul1") and marker not in dict(kept):
                 self._notes.append(
@@ -228,6 +229,14 @@ class _Matcher:
         if key not in self._formats:
             self._formats[key] = recognise(module, dict(kept), self._blueprint.config.dtype)
         return self._formats[key]
+
+    def _stated(self, module: Module, first: int, members: tuple[int, ...]) -> str:
+        """Return the format the config states, of modules that engines do not expect to be quantised as well."""
+        if module.rule.quantizes or not module.rule.is_linear:
+            return module.fmt.name
+        rest = members[:1] or tuple(extent[0] for extent in module.rest)
+        name = module.name(*((first,) if module.first else ()), *rest)
+        return self._blueprint.scheme.format_of(name, module.kind).name if module.rule.convert else module.fmt.name
 
     def _is_elsewhere(self, module: Module, first: int | None) -> bool:
         return module.rule.role == "expert" and first in self._elsewhere

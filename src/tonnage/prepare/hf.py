@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from tonnage.assignment import Assigned, Assignment
+from tonnage.checkpoint.config import parse_config
 from tonnage.checkpoint.quant import QuantScheme, parse_quantization
 from tonnage.errors import Problem, TonnageError, UnknownFormatError, raise_if_any
 from tonnage.formats.quantized import MX_BLOCK
 from tonnage.prepare.hf_names import holders, is_plain, regexes, wildcards
-from tonnage.recipes.blueprint import Module
+from tonnage.recipes.blueprint import Module, blueprint_of
 
 QuantStyle = Literal["compressed-tensors", "modelopt"]
 CONFIG_FILE = "config.json"
@@ -51,6 +52,7 @@ def config_bytes(assignment: Assignment, style: QuantStyle) -> bytes | None:
     statement = _statement(assignment, stated, style)
     restated = _restated(fields, statement)
     raise_if_any(UnknownFormatError, _unsaid(assignment, restated, style))
+    raise_if_any(UnknownFormatError, _misread(assignment, restated))
     return (json.dumps(restated, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -213,6 +215,20 @@ def _unsaid(assignment: Assignment, restated: _Fields, style: QuantStyle) -> Ite
             if wrong is not None:
                 what = f"a config in the style of {style} cannot single this module out"
                 yield Problem(where=CONFIG_FILE, tensor=wrong, what=what, expected=entry.fmt.name)
+
+
+def _misread(assignment: Assignment, restated: _Fields) -> Iterator[Problem]:
+    """Yield modules that a reader of the new config looks for and that are not written, or the other way round."""
+    config = assignment.blueprint.config
+    again = blueprint_of(parse_config(restated, name=config.name))
+    looked_for = {module.rule.pattern for module in again.modules if not module.optional}
+    written = {entry.module.rule.pattern for entry in assignment.entries}
+    optional = {module.rule.pattern for module in again.modules if module.optional}
+    if assignment.container is not None:
+        optional |= {module.rule.pattern for module in again.modules if module.rule.role == "expert"}
+    for pattern in sorted((looked_for - written - optional) | (written - looked_for - optional)):
+        what = "with this conversion stated in the config, the family's tensors are looked for under other names"
+        yield Problem(where=CONFIG_FILE, tensor=pattern, what=what)
 
 
 def _wrongly_named(entry: Assigned, scheme: QuantScheme) -> Iterator[str]:

@@ -131,6 +131,7 @@ def open_rank(path: str | Path, rank: int, *, tp: int | None = None) -> RankView
         CheckpointError: There is no such rank, or more than one, or a file of it is wrong.
     """
     directory = _rank_directory(Path(path), rank, tp)
+    _check_complete(Path(path), directory)
     layer_files = _layer_files(directory)
     headers = read_checkpoint_headers(directory, also=layer_files)
     tensors: dict[str, TensorView] = {}
@@ -156,6 +157,15 @@ def _rank_directory(path: Path, rank: int, tp: int | None) -> Path:
         shown = ", ".join(str(one.relative_to(path)) for one in found)
         raise _refusal(str(path), what, "weights/tpN/rank-R", shown or "none")
     return found[0]
+
+
+def _check_complete(path: Path, directory: Path) -> None:
+    """Refuse a preparation that was interrupted: ``prepare.json`` is written last, ``.prepare`` is gone by then."""
+    for above in {path, directory, *directory.parents[:3]}:
+        if (above / ".prepare").exists() and not (above / "prepare.json").exists():
+            raise _refusal(str(above), "preparation is not complete", "prepare.json", "only .prepare")
+    if directory != path and not (path / "prepare.json").exists():
+        raise _refusal(str(path), "preparation is not complete", "prepare.json", "no such file")
 
 
 def _holds_tensors(path: Path) -> bool:
