@@ -22,7 +22,7 @@ demo: $(VENV)/.installed
 	$(BIN)/tonnage demo
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -241,12 +241,12 @@ def test_a_link_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
         path_within(tmp_path, "a")
 
 
-def test_only_unfinished_files_are_removed(tmp_path: Path) -> None:
+def test_only_unfinished_files_of_ours_are_removed(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    kept = ["a", "sub/.b.partial", "sub/b.job-1.partial"]
+    kept = [".c.job-1.partial", "a", "sub/.a.job-1.partial", "sub/.b.partial", "sub/b.job-1.partial"]
     for name in (*kept, ".a.job-1.partial", "sub/.b.whole.partial"):
         (tmp_path / name).touch()
-    remove_partials(tmp_path)
+    remove_partials(tmp_path, {"a", "sub/b", "gone/c"})
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()) == kept
 
 

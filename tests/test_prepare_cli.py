@@ -136,11 +136,14 @@ def test_ranks_of_several_hosts_together_are_all_ranks(tonnage: Tonnage, source:
 
 
 RANKS = {"no number": "a", "backwards": "3-1", "empty": "", "too large": "0-99999", "beyond": "0-2"}
+RANKS |= {"endless": "9" * 5000, "endless range": "0-" + "9" * 5000, "open": "0-", "other digits": "²"}
 
 
 @pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
 def test_wrong_ranks_are_refused(tonnage: Tonnage, source: Path, tmp_path: Path, ranks: str) -> None:
-    assert "--ranks" in refused(tonnage, source, "--tp", "2", "-o", tmp_path / "out", "--ranks", ranks)
+    said = refused(tonnage, source, "--tp", "2", "-o", tmp_path / "out", "--ranks", ranks)
+    assert "--ranks" in said
+    assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -231,6 +234,84 @@ def test_not_enough_disk_is_refused_before_the_first_byte(tonnage: Tonnage, conf
     dry = tonnage("prepare", big, "-o", out, "--dry-run")
     assert dry.returncode == 2
     assert "disk: " in dry.stdout
+
+
+def no_ranks(document: dict[str, Any]) -> None:
+    document["files"] += [file for rank in document["ranks"] for file in rank["files"]]
+    document["ranks"] = []
+
+
+def less_planned(document: dict[str, Any]) -> None:
+    document["ranks"][1]["planned_bytes"] -= 1
+
+
+def more_payload(document: dict[str, Any]) -> None:
+    document["ranks"][0]["payload_bytes"] += 1
+
+
+def both_wrong(document: dict[str, Any]) -> None:
+    document["ranks"][0]["payload_bytes"] = document["ranks"][0]["planned_bytes"] = -5
+
+
+def endless(document: dict[str, Any]) -> None:
+    document["ranks"][0]["file_bytes"] = 10**4000
+
+
+def swapped(document: dict[str, Any]) -> None:
+    document["ranks"].reverse()
+
+
+@pytest.mark.parametrize("change", [no_ranks, less_planned, more_payload, both_wrong, endless, swapped])
+def test_a_summary_that_says_otherwise_is_not_passed_off_as_planned(
+    tonnage: Tonnage, source: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    out = tmp_path / "out"
+    document = prepared(tonnage, source, "--tp", "2", "-o", out)
+    change(document)
+    (out / "prepare.json").write_text(json.dumps(document))
+    for words in ((), ("--json",)):
+        done = tonnage("prepare", source, "--tp", "2", "-o", out, *words)
+        assert done.returncode == 2, done.stderr
+        assert "prepare.json" in done.stderr or str(out) in done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""
+    prepared(tonnage, source, "--tp", "2", "-o", out, "--force")
+
+
+def test_values_that_are_not_finite_are_kept_as_the_refusal_says(
+    tonnage: Tonnage, own_source: Path, tmp_path: Path
+) -> None:
+    for shard in own_source.glob("*.safetensors"):
+        raw = shard.read_bytes()
+        begin = 8 + int.from_bytes(raw[:8], "little")
+        shard.write_bytes(raw[:begin] + b"\xff" * (len(raw) - begin))
+    words = (own_source, "--convert", "mxfp8", "-o", tmp_path / "out", "--workers", "1")
+    assert "--nonfinite keep --force starts over and converts it" in refused(tonnage, *words)
+    prepared(tonnage, *words, "--nonfinite", "keep", "--force")
+
+
+@pytest.mark.parametrize("limit_bytes", [300_000 << 10, 150_000 << 10])
+def test_too_little_memory_is_refused_in_one_line(source: Path, tmp_path: Path, limit_bytes: int) -> None:
+    done = subprocess.run(
+        [COMMAND, "prepare", source, "--convert", "mxfp8", "-o", tmp_path / "out", "--workers", "1"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    *before, last = done.stderr.splitlines()
+    assert all(" jobs" in line for line in before)
+    assert last.startswith("tonnage: ")
+    assert "run the same command again to resume; found " in last or "memory" in last
+
+
+def test_a_name_of_any_bytes_can_be_the_output(source: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [COMMAND, "prepare", source, "-o", os.fsencode(tmp_path) + b"/\xff"], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"planned == written on every rank" in done.stdout
 
 
 # --- how it goes on ---------------------------------------------------------------------------------------------------

@@ -5,9 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +27,11 @@ from blake3 import blake3
 
 from tonnage.errors import TonnageError
 from tonnage.formats.dtypes import payload_bytes
-from tonnage.prepare.io import FileFacts, source_facts
+from tonnage.prepare.io import FileFacts, NewFile, PrepareError, new_digest, source_facts
 from tonnage.prepare.jobs import Job, OutputFile, OutputTensor, SourceTensor, Step, Take, WholeFile
 from tonnage.prepare.layout import header_bytes
-from tonnage.prepare.messages import Setup, Task
+from tonnage.prepare.messages import BUG_STATUS, Setup, Task
+from tonnage.prepare.pool import Worker, run_tasks, started
 from tonnage.prepare.windows import cut_tensor, merged, pieces
 from tonnage.prepare.worker import run_task
 
@@ -429,3 +438,161 @@ def test_facts_name_every_missing_source(tmp_path: Path) -> None:
     with pytest.raises(TonnageError) as caught:
         source_facts(tmp_path, ["b", "a", "c"])
     assert [problem.where for problem in caught.value.problems] == ["b", "c"]
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_without_room_nothing_is_left_open_or_behind(tmp_path: Path) -> None:
+    before = open_files()
+    with pytest.raises(PrepareError, match=r"no space left|cannot be written"):
+        NewFile(tmp_path / "big", (1 << 63) - 1, tag="job-0", digest=new_digest("sha256"))
+    assert open_files() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the process, and the run that watches it -------------------------------------------------------------------------
+
+
+@contextmanager
+def lone_worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], socket.socket, Setup]]:
+    """A worker process whose run is this test: what it says is read, what it is told is any bytes."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tonnage.prepare.worker", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        try:
+            yield process, ours, Setup(source=tmp_path / "source", output=tmp_path / "out")
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def framed(message: object) -> bytes:
+    raw = pickle.dumps(message)
+    return len(raw).to_bytes(4, "big") + raw
+
+
+def ends(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, said = process.communicate(timeout=20)
+    return process.returncode, said
+
+
+@pytest.mark.parametrize("told", [0, 2, 4, 30])
+@pytest.mark.parametrize("after_setup", [False, True])
+def test_a_worker_ends_in_silence_wherever_its_run_is_cut_off(tmp_path: Path, told: int, after_setup: bool) -> None:
+    with lone_worker(tmp_path) as (process, run, setup):
+        run.sendall((framed(setup) if after_setup else b"") + framed(setup)[:told])
+        run.close()
+        assert ends(process) == (1, "")
+
+
+def test_a_worker_that_is_told_nonsense_ends(tmp_path: Path) -> None:
+    with lone_worker(tmp_path) as (process, run, setup):
+        run.sendall(framed(setup) + (8).to_bytes(4, "big") + b"nonsense")
+        assert ends(process)[0] == 1
+
+
+def test_a_worker_ends_in_order_when_told_so(tmp_path: Path) -> None:
+    with lone_worker(tmp_path) as (process, run, setup):
+        run.sendall(framed(setup) + framed(None))
+        assert ends(process) == (0, "")
+
+
+def test_a_bug_in_a_worker_has_a_status_of_its_own(tmp_path: Path) -> None:
+    with lone_worker(tmp_path) as (process, run, setup):
+        run.sendall(framed(setup) + framed("no task"))
+        status, said = ends(process)
+        assert status == BUG_STATUS
+        assert "AttributeError" in said.splitlines()[-1]
+
+
+def pretender(code: str) -> Worker:
+    """A worker of the pool that is another program: it has the socket as ``s``."""
+    ours, theirs = socket.socketpair()
+    said = os.memfd_create("said")
+    with theirs:
+        script = f"import os, signal, socket, sys, time; s = socket.socket(fileno={theirs.fileno()})\n{code}"
+        process = subprocess.Popen([sys.executable, "-c", script], pass_fds=(theirs.fileno(),), stderr=said)
+    return Worker(process=process, connection=Connection(ours.detach()), said=said)
+
+
+DEATHS = {
+    "before a message": (
+        "os.kill(os.getpid(), 9)",
+        r"killed; run the same.* resume; found SIGKILL \(out of memory\?\)",
+    ),
+    "in a length": ("s.recv(9); s.send(b'\\0'); os.kill(os.getpid(), 9)", "killed.*found SIGKILL"),
+    "in a record": ("s.recv(9); s.send(b'\\0\\0\\0\\x09abc'); os.kill(os.getpid(), 9)", "killed.*found SIGKILL"),
+    "nonsense": ("s.recv(9); s.send(b'\\0\\0\\0\\x03abc'); os._exit(3)", "failed.*found status 3"),
+    "by signal 36": ("os.kill(os.getpid(), 36)", "killed.*found signal 36, process"),
+    "with last words": (
+        "sys.exit('first\\nno memory\\n')",
+        r"job 3 \(model.safetensors\): its worker failed.*status 1.*: no memory$",
+    ),
+    "in order": ("s.recv(9)", "failed; run the same command again to resume; found status 0"),
+}
+
+
+@pytest.mark.parametrize(("code", "message"), DEATHS.values(), ids=DEATHS)
+def test_a_worker_that_is_gone_is_refused_in_one_line(tmp_path: Path, code: str, message: str) -> None:
+    source, job = plain_job(tmp_path)
+    setup = Setup(source=source, output=tmp_path / "out")
+    worker = pretender(code)
+    try:
+        with pytest.raises(PrepareError, match=message) as caught:
+            list(run_tasks([task_of(job, setup)], setup, [worker]))
+        assert len(str(caught.value).splitlines()) == 1
+    finally:
+        worker.connection.close()
+        worker.process.kill()
+        worker.process.wait()
+        os.close(worker.said)
+
+
+def test_a_bug_in_a_worker_is_shown_with_its_traceback(tmp_path: Path) -> None:
+    source, job = plain_job(tmp_path)
+    setup = Setup(source=source, output=tmp_path / "out")
+    job = replace(job, steps=())
+    with (
+        (tmp_path / "lock").open("w") as lock,
+        started(1, lock.fileno()) as workers,
+        pytest.raises(RuntimeError, match=r"(?s)a bug in a worker, at job 3.*Traceback.*ValueError: .*planned"),
+    ):
+        list(run_tasks([task_of(job, setup)], setup, workers))
+
+
+def test_telling_a_dead_worker_something_is_refused_although_sigpipe_kills(tmp_path: Path) -> None:
+    source, job = plain_job(tmp_path)
+    setup = Setup(source=source, output=tmp_path / "out")
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        with (tmp_path / "lock").open("w") as lock, started(1, lock.fileno()) as workers:
+            workers[0].process.kill()
+            workers[0].process.wait()
+            with pytest.raises(PrepareError, match=r"its worker was killed.*SIGKILL"):
+                list(run_tasks([task_of(job, setup)], setup, workers))
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+
+
+def test_more_workers_than_the_system_lets_start_are_refused(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = open_files()
+    with (tmp_path / "lock").open("w") as lock:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, before[1]))
+        try:
+            with (
+                pytest.raises(PrepareError, match=r"--workers: a process cannot be started.*Too many open files"),
+                started(40, lock.fileno()),
+            ):
+                pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert open_files() == files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,12 +20,15 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from tonnage.api import PlanRequest
+    from tonnage.errors import Problem
     from tonnage.prepare.preparation import Preparation
     from tonnage.prepare.request import PrepareOptions
     from tonnage.prepare.summary import Summary
 
 INTERRUPTED = 130
 TERMINATED = 143
+_MOST_DIGITS = 9
+_COLUMNS = ("rank", "planned_bytes", "written_bytes", "difference", "file_bytes", "files")
 
 
 class _TerminatedError(BaseException):
@@ -76,6 +80,7 @@ def prepare(
     Example: tonnage prepare ./Llama-3.1-8B --tp 2 --convert mxfp8 -o prepared --dry-run
     """
     from tonnage.api import PlanRequest
+    from tonnage.prepare.io import PrepareError
     from tonnage.prepare.request import PrepareOptions
     from tonnage.prepare.run import run_preparation
     from tonnage.prepare.summary import summary_bytes
@@ -89,14 +94,17 @@ def prepare(
         ranks=_parse_ranks(ranks),
         workers=workers,
     )
-    with _interruptible():
+    with _interruptible(), _system_errors(output):
         request = PlanRequest(tp=tp, ep=ep, pp=pp, engine=engine, convert=convert)
         preparation = _preparation(source, output, request, options)
         if dry_run:
-            _emit_dry_run(preparation, as_json=as_json)
+            _emit_dry_run(preparation, force=force, as_json=as_json)
             return
         with progress() as show:
             summary = run_preparation(preparation, show, force=force)
+    problems = _differences(preparation, summary)
+    if problems:
+        raise PrepareError(*problems)
     if as_json:
         emit_json(json.loads(summary_bytes(summary)))
     else:
@@ -126,21 +134,28 @@ def _preparation(source: str, output: Path, request: PlanRequest, options: Prepa
 def _parse_ranks(text: str | None) -> tuple[int, ...] | None:
     """Return the ranks that ``0-3,6`` names."""
     from tonnage.errors import Problem, UnitError
-    from tonnage.topology import MOST_RANKS
 
     if text is None:
         return None
     ranks: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        edges = (first, last if dash else first)
-        if not all(edge.isascii() and edge.isdigit() and int(edge) < MOST_RANKS for edge in edges) or int(
-            edges[0]
-        ) > int(edges[1]):
+        begin = _parse_rank(first)
+        end = _parse_rank(last) if dash else begin
+        if begin is None or end is None or begin > end:
             expected = "ranks and ranges of ranks, such as 0-3 or 0,2"
             raise UnitError(Problem(where="--ranks", what="not a list of ranks", expected=expected, found=repr(text)))
-        ranks.update(range(int(edges[0]), int(edges[1]) + 1))
+        ranks.update(range(begin, end + 1))
     return tuple(sorted(ranks))
+
+
+def _parse_rank(text: str) -> int | None:
+    """Return a rank; ``None`` if it is none. Digits are counted first: Python refuses to read thousands of them."""
+    from tonnage.topology import MOST_RANKS
+
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) < MOST_RANKS):
+        return None
+    return int(text)
 
 
 @contextmanager
@@ -163,18 +178,39 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def _system_errors(output: Path) -> Iterator[None]:
+    """Turn what the system refuses this process into one line; a file that was named is named again."""
+    from tonnage.errors import Problem
+    from tonnage.prepare.io import PrepareError
+
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:  # the output of the command
+            raise
+        where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(output)
+        raise PrepareError(Problem(where=where, what="cannot be used", found=error.strerror)) from error
+    except MemoryError as error:
+        raise PrepareError(Problem(where="memory", what="not enough for this process")) from error
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        raise PrepareError(Problem(where="threads", what="the system lets no more be started")) from error
+
+
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def _emit_dry_run(preparation: Preparation, *, as_json: bool) -> None:
-    """Say what would be written; refuse what there is no room for, as a run would."""
+def _emit_dry_run(preparation: Preparation, *, force: bool, as_json: bool) -> None:
+    """Say what would be written; refuse what a run would refuse: another's files, no room for ours."""
     from tonnage.prepare.checks import (
         ASSUMED_BYTES_PER_SECOND,
-        check_disk,
         check_memory,
         disk_free_bytes,
         disk_needed_bytes,
     )
+    from tonnage.prepare.resume import check_output
 
     survey, output = preparation.survey, preparation.setup.output
     seconds = survey.written_bytes / ASSUMED_BYTES_PER_SECOND
@@ -209,11 +245,51 @@ def _emit_dry_run(preparation: Preparation, *, as_json: bool) -> None:
         emit(f"memory: at most {preparation.memory_bytes // MIB} MiB in {preparation.workers} workers")
         emit(f"time: about {seconds:.0f} s, at an assumed {ASSUMED_BYTES_PER_SECOND // 10**6} MB/s written")
         emit("nothing was written (--dry-run)")
-    check_disk(output, survey.outputs)
+    check_output(preparation, force=force)
     check_memory(preparation.memory_bytes, preparation.workers)
 
 
+def _differences(preparation: Preparation, summary: Summary) -> list[Problem]:
+    """Return the ranks of which a summary, perhaps an old one, says other bytes than are planned."""
+    from tonnage.errors import Problem
+    from tonnage.prepare.output_dir import SUMMARY
+
+    planned = preparation.planned_bytes
+    if [rank.rank for rank in summary.ranks] != list(planned):
+        what = "other ranks than planned; --force starts over"
+        found = f"{len(summary.ranks)} ranks"
+        return [Problem(where=SUMMARY, what=what, expected=f"{len(planned)} ranks: {[*planned]}", found=found)]
+    problems = []
+    for rank in summary.ranks:
+        expected = planned[rank.rank]
+        file_bytes = sum(one.file_bytes for one in preparation.survey.outputs if one.rank == rank.rank)
+        compared = (
+            ("planned_bytes", rank.planned_bytes, expected),
+            ("payload_bytes", rank.payload_bytes, expected),
+            ("payload_bytes of its files", sum(file.payload_bytes for file in rank.files), expected),
+            ("file_bytes", rank.file_bytes, file_bytes),
+        )
+        problems += [
+            Problem(
+                where=f"{SUMMARY}: rank {rank.rank}",
+                what=f"{name} not as planned; --force starts over",
+                expected=f"{wanted} bytes",
+                found=_shown_bytes(found),
+            )
+            for name, found, wanted in compared
+            if found != wanted
+        ]
+    return problems
+
+
+def _shown_bytes(count: int) -> str:
+    """Return a number of bytes from a file; Python refuses to print thousands of digits."""
+    return f"{count} bytes" if -(2**63) <= count < 2**63 else "a number beyond 64 bits"
+
+
 def _emit_summary(preparation: Preparation, summary: Summary) -> None:
+    from tonnage.errors import one_line
+
     rows = [
         {
             "rank": rank.rank,
@@ -225,18 +301,16 @@ def _emit_summary(preparation: Preparation, summary: Summary) -> None:
         }
         for rank in summary.ranks
     ]
-    _emit_table(rows, tuple(rows[0]))
+    _emit_table(rows, _COLUMNS)
     noisy = [tensor for tensor in summary.converted if tensor.sqnr_db is not None]
     if noisy:
         worst = min(noisy, key=lambda tensor: tensor.sqnr_db or 0)
-        emit(
-            f"{len(summary.converted)} tensors converted; largest error in {worst.tensor}: SQNR {worst.sqnr_db:.2f} dB"
-        )
-    total = sum(file.file_bytes for file in summary.written)
+        largest = f"{one_line(worst.tensor)}: SQNR {worst.sqnr_db:.2f} dB"
+        emit(f"{len(summary.converted)} tensors converted; largest error in {largest}")
+    total = sum(one.file_bytes for one in preparation.survey.outputs)
     unit, text = unit_for(total)
-    emit(
-        f"{preparation.setup.output}: {text(total)} {unit} in {summary.seconds:.1f} s; planned == written on every rank"
-    )
+    where = one_line(str(preparation.setup.output))
+    emit(f"{where}: {text(total)} {unit} in {summary.seconds:.1f} s; planned == written on every rank")
 
 
 def _emit_table(rows: list[dict[str, int]], columns: tuple[str, ...]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +20,11 @@ from tonnage.prepare.output_dir import path_within
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tonnage.prepare.journal import WrittenFile
-    from tonnage.prepare.survey import OutputSize
+    from tonnage.prepare.journal import JobRecord, WrittenFile
+    from tonnage.prepare.survey import OutputSize, TaskSize
 
 DISK_BLOCK_BYTES = 4096
+_DIGEST = re.compile("[0-9a-f]{64}")
 ASSUMED_BYTES_PER_SECOND = 500_000_000
 """Written, synced, of one preparation; what a dry run's time is computed from."""
 
@@ -35,21 +39,50 @@ def check_destination(source: Path, output: Path) -> None:
         PrepareError: As said.
     """
     problem = None
-    if os.path.lexists(output) and not output.is_dir():
+    try:
+        inside = output.resolve().is_relative_to(source.resolve())
+        usable = not os.path.lexists(output) or output.is_dir()
+        _check_names(output)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, up to Python 3.12
+        found = error.strerror if isinstance(error, OSError) else str(error)
+        raise PrepareError(Problem(where=str(output), what="output cannot be used", found=found)) from error
+    if not usable:
         problem = Problem(where=str(output), what="output is not a directory", expected="a directory, or nothing yet")
-    elif output.resolve().is_relative_to(source.resolve()):
+    elif inside:
         problem = Problem(where=str(output), what="output lies inside the checkpoint", expected="a directory elsewhere")
     if problem is not None:
         raise PrepareError(problem)
 
 
 def disk_free_bytes(output: Path) -> int:
-    """Return what this user may still write where the output directory is, or will be."""
+    """Return what this user may still write where the output directory is, or will be.
+
+    Raises:
+        PrepareError: There can be none.
+    """
+    try:
+        status = os.statvfs(_existing(output))
+    except OSError as error:
+        raise PrepareError(Problem(where=str(output), what="output cannot be used", found=error.strerror)) from error
+    return status.f_bavail * status.f_frsize
+
+
+def _existing(output: Path) -> Path:
+    """Return the innermost directory on the way to the output that is there."""
     existing = output.absolute()
     while not existing.exists():
         existing = existing.parent
-    status = os.statvfs(existing)
-    return status.f_bavail * status.f_frsize
+    return existing
+
+
+def _check_names(output: Path) -> None:
+    """Refuse names that no file system here can hold, also where their directory is not there yet."""
+    existing = _existing(output)
+    if existing != output.absolute() and not existing.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    longest = os.statvfs(existing).f_namemax
+    if any(len(os.fsencode(part)) > longest for part in output.parts):
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
 
 
 def disk_needed_bytes(outputs: Iterable[OutputSize]) -> int:
@@ -57,13 +90,18 @@ def disk_needed_bytes(outputs: Iterable[OutputSize]) -> int:
     return sum(-(-output.file_bytes // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES for output in outputs)
 
 
-def check_disk(output: Path, outputs: Iterable[OutputSize]) -> None:
+def check_disk(output: Path, outputs: Iterable[OutputSize], *, freed: int = 0) -> None:
     """Refuse to begin what the disk has no room for.
+
+    Args:
+        output: The output directory.
+        outputs: What is to be written.
+        freed: Bytes that will be free besides, before the first is written.
 
     Raises:
         PrepareError: As said.
     """
-    needed, free = disk_needed_bytes(outputs), disk_free_bytes(output)
+    needed, free = disk_needed_bytes(outputs), disk_free_bytes(output) + freed
     if needed > free:
         raise PrepareError(
             Problem(
@@ -99,18 +137,38 @@ def check_memory(needed: int, workers: int) -> None:
 # --- after ----------------------------------------------------------------------------------------------------------
 
 
-def is_done(output: Path, files: Iterable[WrittenFile], work: Job | WholeFile) -> bool:
-    """Whether the recorded files of a task are what the schedule wants: there, of their size, with their headers."""
-    recorded = {file.path: file for file in files}
+def is_as_planned(file: WrittenFile, planned: OutputSize) -> bool:
+    """Whether the record of a file says what was planned, and has a digest."""
+    recorded = (file.path, file.rank, file.payload_bytes, file.file_bytes)
+    wanted = (planned.path, planned.rank, planned.payload_bytes, planned.file_bytes)
+    return recorded == wanted and _DIGEST.fullmatch(file.digest) is not None
+
+
+def is_recorded(record: JobRecord, planned: TaskSize, work: Job | WholeFile) -> bool:
+    """Whether a record names the files and the converted tensors of its task, all of them and no others."""
+    return (
+        len(record.files) == len(planned.outputs)
+        and all(map(is_as_planned, record.files, planned.outputs))
+        and [(tensor.tensor, tensor.elements) for tensor in record.converted] == converted_tensors(work)
+    )
+
+
+def converted_tensors(work: Job | WholeFile) -> list[tuple[str, int]]:
+    """Return the tensors a task converts, with their elements."""
     if isinstance(work, WholeFile):
-        return recorded.keys() == {work.path} and _size(output, work.path) == recorded[work.path].file_bytes
-    if recorded.keys() != {planned.path for planned in work.outputs}:
-        return False
+        return []
+    return [(step.source.name, prod(step.source.shape)) for step in work.steps if step.convert]
+
+
+def is_written(output: Path, planned: TaskSize, work: Job | WholeFile) -> bool:
+    """Whether the files of a task are there, of their size, with their headers."""
     try:
-        check_headers(output, work)
+        check_sizes(output, planned.outputs)
+        if isinstance(work, Job):
+            check_headers(output, work)
     except PrepareError:
         return False
-    return all(_size(output, path) == file.file_bytes for path, file in recorded.items())
+    return True
 
 
 def check_sizes(output: Path, outputs: Iterable[OutputSize]) -> None:

@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import stat
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -101,9 +101,12 @@ def opened_source(directory: Path, expected: FileFacts) -> Iterator[int]:
     """
     with opened_regular(directory / expected.name, expected.name) as (descriptor, status):
         _check_same(expected, _facts(status, expected.name))
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        with suppress(OSError):  # advice
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         yield descriptor
-        _check_same(expected, _facts(os.fstat(descriptor), expected.name))
+        with _reading(expected.name):
+            after = os.fstat(descriptor)
+        _check_same(expected, _facts(after, expected.name))
 
 
 @contextmanager
@@ -113,13 +116,12 @@ def opened_regular(path: Path, where: str) -> Iterator[tuple[int, os.stat_result
     Raises:
         PrepareError: It is missing, no regular file, or cannot be read.
     """
-    try:
+    with _reading(where):
         _facts(path.stat(), where)
         descriptor = os.open(path, _OPEN_FLAGS)
-    except OSError as error:
-        raise PrepareError(Problem(where=where, what="cannot be read", found=error.strerror)) from error
     try:
-        status = os.fstat(descriptor)
+        with _reading(where):
+            status = os.fstat(descriptor)
         _facts(status, where)
         yield descriptor, status
     finally:
@@ -133,7 +135,7 @@ def read_into(descriptor: int, view: memoryview, offset: int, *, where: str) -> 
         PrepareError: The file ends before, or cannot be read.
     """
     done = 0
-    try:
+    with _reading(where):
         while done < len(view):
             count = os.preadv(descriptor, [view[done:]], offset + done)
             if not count:
@@ -142,6 +144,13 @@ def read_into(descriptor: int, view: memoryview, offset: int, *, where: str) -> 
                     Problem(where=where, what="truncated while it was read", expected=expected, found=found)
                 )
             done += count
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Turn a failure of the system into a refusal that names the file."""
+    try:
+        yield
     except OSError as error:
         raise PrepareError(Problem(where=where, what="cannot be read", found=error.strerror)) from error
 
@@ -193,8 +202,12 @@ class NewFile:
         with writing(path):
             self._partial.unlink(missing_ok=True)
             self._descriptor = os.open(self._partial, _NEW_FLAGS, 0o644)
-            if nbytes:
-                os.posix_fallocate(self._descriptor, 0, nbytes)
+            try:
+                if nbytes:
+                    os.posix_fallocate(self._descriptor, 0, nbytes)
+            except OSError:
+                self.close()
+                raise
 
     def write(self, piece: memoryview) -> None:
         """Add bytes at the end.
@@ -210,7 +223,8 @@ class NewFile:
         self.position += done
         if self.position - self._begun >= WRITE_BACK_BYTES:
             # Dirty pages are not dropped by this; Linux begins to write them, so that the sync at the end is short.
-            os.posix_fadvise(self._descriptor, self._begun, self.position - self._begun, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):
+                os.posix_fadvise(self._descriptor, self._begun, self.position - self._begun, os.POSIX_FADV_DONTNEED)
             self._begun = self.position
 
     def zeros(self, nbytes: int) -> None:
@@ -233,11 +247,18 @@ class NewFile:
             self._partial.rename(self.path)
 
     def close(self) -> None:
-        """Let go of it; without its final name it is removed."""
+        """Let go of it; without its final name it is removed.
+
+        Raises:
+            PrepareError: The system refuses.
+        """
         if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-            self._partial.unlink(missing_ok=True)
+            descriptor, self._descriptor = self._descriptor, -1
+            with writing(self.path):
+                try:
+                    os.close(descriptor)
+                finally:
+                    self._partial.unlink(missing_ok=True)
 
     def hexdigest(self) -> str:
         """Return the digest of what was written."""

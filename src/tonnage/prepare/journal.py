@@ -15,15 +15,18 @@ import msgspec
 
 from tonnage.errors import Problem
 from tonnage.prepare.io import FileFacts, PrepareError, new_digest, shown, sync_directory, write_whole, writing
+from tonnage.prepare.output_dir import check_single
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 JOURNAL_SCHEMA = "tonnage.journal/1"
 
 FORMAT_VERSION = 1
 """Of what prepare writes: raised whenever the same schedule would give other bytes."""
+
+OUTPUTS_SCHEMA = "tonnage.outputs/1"
 
 JOURNAL_LIMIT_BYTES = 2 << 30
 _START_OVER = "--force starts over"
@@ -125,6 +128,39 @@ class JobRecord:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputList:
+    """Every file a preparation may have written, on the disk before the first of them.
+
+    Attributes:
+        schema: Of the list.
+        file_bytes: Size by path; a file of another size is somebody else's.
+    """
+
+    schema: str = OUTPUTS_SCHEMA
+    file_bytes: dict[str, int]
+
+
+def write_outputs(path: Path, file_bytes: Mapping[str, int]) -> None:
+    """Write the list, whole or not at all.
+
+    Raises:
+        PrepareError: It cannot be written.
+    """
+    content = msgspec.json.encode(OutputList(file_bytes=dict(sorted(file_bytes.items()))))
+    write_whole(path, content, digest=new_digest("sha256"))
+    sync_directory(path.parent.parent)
+
+
+def read_outputs(raw: bytes) -> dict[str, int]:
+    """Return what a list says; one that cannot be read names nothing."""
+    try:
+        found = msgspec.json.decode(raw, type=OutputList)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return {}
+    return found.file_bytes if found.schema == OUTPUTS_SCHEMA else {}
+
+
 class Journal:
     """An open journal; the only writer is the run that holds the lock."""
 
@@ -133,7 +169,12 @@ class Journal:
         self._path = path
         with writing(path):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
-            os.ftruncate(self._descriptor, good_bytes)
+            try:
+                check_single(path, self._descriptor)
+                os.ftruncate(self._descriptor, good_bytes)
+            except BaseException:
+                os.close(self._descriptor)
+                raise
 
     def append(self, record: JobRecord) -> None:
         """Add a finished job and wait until it is on the disk.

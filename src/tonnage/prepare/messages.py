@@ -12,6 +12,12 @@ from tonnage.prepare.jobs import Job, ScaleRule, WholeFile
 WINDOW_BYTES = 2 << 20
 """Read, hashed and written while it is still in the cache of a core; larger windows were slower."""
 
+GONE_STATUS = 1
+"""Of a worker without a run, or one the system gives nothing."""
+
+BUG_STATUS = 70
+"""Of a worker that ended with a traceback nobody foresaw; EX_SOFTWARE of sysexits.h."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:

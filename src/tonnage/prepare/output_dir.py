@@ -8,7 +8,7 @@ import re
 import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,17 +16,25 @@ from tonnage.errors import Problem
 from tonnage.prepare.io import PARTIAL, PrepareError, sync_directory, writing
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
 STATE = ".prepare"
 """Directory of the lock and the journal, gone when the preparation is complete."""
+
+LOCK_FILE = f"{STATE}/lock"
+JOURNAL_FILE = f"{STATE}/journal.jsonl"
+OUTPUTS_FILE = f"{STATE}/outputs.json"
+"""What a preparation may have written here: on the disk before the first of it, and until the last is removed."""
+
+STATE_FILES = frozenset({LOCK_FILE, JOURNAL_FILE, OUTPUTS_FILE})
 
 SUMMARY = "prepare.json"
 """Written last: where it is, the preparation is complete."""
 
 LOCK_WAIT_SECONDS = 30
 _MOST_NAMED = 10
-_PARTIAL_NAME = re.compile(rf"\..*\.(job-\d+|whole){re.escape(PARTIAL)}", re.DOTALL)
+_PARTIAL_NAME = re.compile(rf"\.(.+)\.(?:job-\d+|whole){re.escape(PARTIAL)}", re.DOTALL)
+_LOCK_CONTENT = re.compile(rb"[\d\0]*\n?\0*")
 
 
 def path_within(root: Path, relative: str) -> Path:
@@ -88,8 +96,9 @@ def locked(path: Path) -> Iterator[int]:
     """
     descriptor = _lock(path)
     try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+        with writing(path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -99,8 +108,9 @@ def _lock(path: Path) -> int:
     patience = time.monotonic() + LOCK_WAIT_SECONDS
     while True:
         with writing(path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:
+            _check_lock_file(path, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
@@ -112,15 +122,39 @@ def _lock(path: Path) -> int:
                 ) from None
             time.sleep(0.05)
             continue
-        if _is_still(path, descriptor):
+        except PrepareError:
+            os.close(descriptor)
+            raise
+        if is_still(path, descriptor):
             return descriptor
         os.close(descriptor)  # removed by the run that just ended
 
 
-def _is_still(path: Path, descriptor: int) -> bool:
+def _check_lock_file(path: Path, descriptor: int) -> None:
+    """Refuse to lock what no preparation wrote: it would be overwritten."""
+    check_single(path, descriptor)
+    if not _LOCK_CONTENT.fullmatch(os.pread(descriptor, 64, 0)):
+        raise PrepareError(Problem(where=str(path), what="not the lock of a preparation", expected="a process number"))
+
+
+def check_single(path: Path, descriptor: int) -> None:
+    """Refuse to write into an open file that is no regular file, or has another name besides this one.
+
+    Raises:
+        PrepareError: As said.
+    """
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        found = f"{status.st_nlink} hard links" if stat.S_ISREG(status.st_mode) else "something else"
+        expected = "a regular file with one name"
+        raise PrepareError(Problem(where=str(path), what="in the way of the output", expected=expected, found=found))
+
+
+def is_still(path: Path, descriptor: int) -> bool:
+    """Whether an open file still has its name."""
     try:
-        return path.stat().st_ino == os.fstat(descriptor).st_ino
-    except FileNotFoundError:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except OSError:
         return False
 
 
@@ -133,24 +167,74 @@ def _is_alive(holder: str) -> bool:
     return holder.isdigit() and not status.rpartition(b")")[2].lstrip().startswith((b"Z", b"X"))
 
 
-def remove_partials(directory: Path) -> None:
-    """Remove what an interrupted run left unfinished. Only under the lock."""
-    for path in _files(directory):
-        if _PARTIAL_NAME.fullmatch(path.name):
-            _remove(path)
+def find_partials(directory: Path, relatives: Collection[str]) -> tuple[Path, ...]:
+    """Return what an interrupted run left unfinished of these files; nothing else is looked at."""
+    names: dict[str, set[str]] = {}
+    for relative in relatives:
+        folder, _, name = relative.rpartition("/")
+        names.setdefault(folder, set()).add(name)
+    found = []
+    for folder in sorted(names):
+        try:
+            path_within(directory, f"{folder}/{PARTIAL}".lstrip("/"))  # no link on the way
+            entries = sorted(os.listdir(directory / folder))  # noqa: PTH208 - names only
+        except (OSError, PrepareError):
+            continue
+        found += [directory / folder / entry for entry in entries if _partial_of(entry) in names[folder]]
+    return tuple(found)
 
 
-def check_foreign(directory: Path, ours: Collection[str]) -> None:
+def remove_partials(directory: Path, relatives: Collection[str]) -> None:
+    """Remove what an interrupted run left unfinished of these files. Only under the lock."""
+    for path in find_partials(directory, relatives):
+        _remove(path)
+
+
+def _partial_of(name: str) -> str | None:
+    """Return the final name of a file with a temporary one."""
+    match = _PARTIAL_NAME.fullmatch(name)
+    return None if match is None else match[1]
+
+
+def check_foreign(directory: Path, ours: Collection[str], unfinished: Collection[str] = ()) -> None:
     """Refuse files in the output directory that no preparation recorded or plans.
+
+    Args:
+        directory: The output directory, or where none is yet.
+        ours: Files that may be there; those of the state may always be.
+        unfinished: Files that may be there under a temporary name; those of the state and the summary may always be.
 
     Raises:
         PrepareError: Naming the first of them.
     """
-    foreign = sorted(
-        relative
-        for path in _files(directory)
-        if (relative := path.relative_to(directory).as_posix()) not in ours and not relative.startswith(f"{STATE}/")
-    )
+    _refuse_foreign(directory, (one for one in _relatives(directory) if not _is_ours(one, ours, unfinished)))
+
+
+def check_state(directory: Path) -> None:
+    """Refuse a directory of the state that holds anything but a lock, a journal and a list of outputs.
+
+    Raises:
+        PrepareError: As said.
+    """
+    path_within(directory, LOCK_FILE)
+    _refuse_foreign(directory, (f"{STATE}/{one}" for one in _relatives(directory / STATE) if not _is_state(one)))
+
+
+def _is_state(name: str) -> bool:
+    return f"{STATE}/{_partial_of(name) or name}" in STATE_FILES
+
+
+def _is_ours(relative: str, ours: Collection[str], unfinished: Collection[str]) -> bool:
+    folder, slash, name = relative.rpartition("/")
+    if relative.startswith(f"{STATE}/"):
+        return _is_state(relative.removeprefix(f"{STATE}/"))
+    final = _partial_of(name)
+    finished = None if final is None else f"{folder}{slash}{final}"
+    return relative in ours or (finished is not None and (finished in unfinished or finished == SUMMARY))
+
+
+def _refuse_foreign(directory: Path, relatives: Iterable[str]) -> None:
+    foreign = sorted(relatives)
     if foreign:
         more = f" and {len(foreign) - _MOST_NAMED} more" if len(foreign) > _MOST_NAMED else ""
         raise PrepareError(
@@ -186,11 +270,37 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    """Yield everything below a directory that is no directory; links are not followed."""
-    for folder, folders, names in os.walk(directory):
+def remove_state(directory: Path, relatives: Collection[str]) -> None:
+    """Remove files of the state by name, and its directory if it is empty then; what is gone already is no loss.
+
+    Raises:
+        PrepareError: One of them cannot be removed.
+    """
+    for relative in relatives:
+        path = directory / relative
+        with writing(path), suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
+    remove_empty([directory / STATE])
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove directories, innermost first, up to the first that is not empty."""
+    with suppress(OSError):
+        for folder in folders:
+            with suppress(FileNotFoundError):
+                folder.rmdir()
+
+
+def _relatives(directory: Path) -> Iterator[str]:
+    """Yield everything below a directory that is no directory, by relative path; links are not followed."""
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise PrepareError(Problem(where=str(error.filename), what="cannot be read", found=error.strerror))
+
+    for folder, folders, names in os.walk(directory, onerror=refuse):
         for name in folders:
             if (Path(folder) / name).is_symlink():
-                yield Path(folder) / name
+                yield (Path(folder) / name).relative_to(directory).as_posix()
         for name in names:
-            yield Path(folder) / name
+            yield (Path(folder) / name).relative_to(directory).as_posix()

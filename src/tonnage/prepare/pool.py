@@ -1,11 +1,14 @@
 """Worker processes: started, given tasks, watched, and gone when the run is left, however it is left.
 
 A worker is a fresh interpreter that shares one socket with the run, and the lock. It is not started by
-``multiprocessing``, which would run the caller's main module again.
+``multiprocessing``, which would run the caller's main module again. What it says on stderr is kept in memory; the last
+line of it is part of what is said when it is gone.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -19,18 +22,22 @@ from typing import TYPE_CHECKING
 from tonnage.errors import Problem
 from tonnage.prepare.io import RESUME, PrepareError
 from tonnage.prepare.journal import JobRecord
-from tonnage.prepare.messages import Progress, Refused, Setup, Task
+from tonnage.prepare.messages import BUG_STATUS, Progress, Refused, Setup, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+_DYING_SECONDS = 10
+_SAID_BYTES = 1 << 16
+
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One process and what it is at."""
+    """One process, the file of what it said on stderr, and what it is at."""
 
     process: subprocess.Popen[bytes]
     connection: Connection
+    said: int
     task: Task | None = None
 
 
@@ -41,6 +48,9 @@ def started(workers: int, lock: int) -> Iterator[list[Worker]]:
     Args:
         workers: How many processes.
         lock: Descriptor of the lock, which the workers hold as well.
+
+    Raises:
+        PrepareError: The system does not let so many be started.
     """
     with ExitStack() as stack:
         idle = []
@@ -62,7 +72,8 @@ def run_tasks(
         workers: New ones.
 
     Raises:
-        PrepareError: A task is refused, or a worker was killed.
+        PrepareError: A task is refused, or a worker was killed, or failed for want of memory.
+        RuntimeError: A bug in a worker; its traceback is in the message.
     """
     waiting, idle = iter(tasks), deque(workers)
     for worker in idle:
@@ -99,15 +110,27 @@ def _hand_out(waiting: Iterator[Task], idle: deque[Worker], busy: dict[Connectio
 
 def _send(worker: Worker, message: Setup | Task) -> None:
     try:
-        worker.connection.send(message)
-    except ConnectionError:
+        with _sigpipe_held_back():
+            worker.connection.send(message)
+    except OSError:
         raise _gone(worker) from None
+
+
+@contextmanager
+def _sigpipe_held_back() -> Iterator[None]:
+    """Let writing to a dead worker fail; the command has SIGPIPE end it, which is meant for its output."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+    try:
+        yield
+    finally:
+        signal.sigtimedwait({signal.SIGPIPE}, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _receive(worker: Worker) -> Progress | JobRecord | Refused:
     try:
         message = worker.connection.recv()
-    except (EOFError, ConnectionError):
+    except (EOFError, OSError, pickle.UnpicklingError):  # in the middle of a message it is a plain OSError
         raise _gone(worker) from None
     assert isinstance(message, Progress | JobRecord | Refused)
     return message
@@ -115,34 +138,65 @@ def _receive(worker: Worker) -> Progress | JobRecord | Refused:
 
 def _gone(worker: Worker) -> Exception:
     """Return what to say of a worker that ended by itself."""
-    status = worker.process.wait()
-    what = worker.task.title if worker.task else "a worker"
+    try:
+        status = worker.process.wait(_DYING_SECONDS)
+    except subprocess.TimeoutExpired:  # its socket is closed, so it is of no use any more
+        worker.process.kill()
+        status = worker.process.wait()
+    title = worker.task.title if worker.task else "a worker"
+    said = _said(worker)
+    if status == BUG_STATUS:
+        return RuntimeError(f"a bug in a worker, at {title}; it said:\n{said}")
+    last = said.rstrip().rpartition("\n")[2]
     if status >= 0:
-        return RuntimeError(f"a worker failed with status {status} at {what}; its traceback is above")
-    name = signal.Signals(-status).name
-    hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return PrepareError(
-        Problem(
-            where=what, what=f"its worker was killed; {RESUME}", found=f"{name}{hint}, process {worker.process.pid}"
-        )
-    )
+        what, found = "its worker failed", f"status {status}"
+    else:
+        what, found = "its worker was killed", _signal_name(-status)
+    found += f", process {worker.process.pid}" + (f": {last}" if last else "")
+    return PrepareError(Problem(where=title, what=f"{what}; {RESUME}", found=found))
+
+
+def _signal_name(number: int) -> str:
+    """Return the name of a signal; most real-time signals have none."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    return name + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+def _said(worker: Worker) -> str:
+    """Return the end of what a worker said on stderr."""
+    end = os.fstat(worker.said).st_size
+    return os.pread(worker.said, _SAID_BYTES, max(0, end - _SAID_BYTES)).decode(errors="backslashreplace")
 
 
 def _start(lock: int) -> Worker:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(  # noqa: S603 - this very program
-            # -P: what lies in the current directory is not imported.
-            [sys.executable, "-P", "-m", "tonnage.prepare.worker", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), lock),
-            process_group=0,  # Ctrl-C is for the run, which ends its workers
-        )
-    return Worker(process=process, connection=Connection(ours.detach()))
+    with ExitStack() as undo:
+        try:
+            said = os.memfd_create("worker-stderr")
+            undo.callback(os.close, said)
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            with theirs:
+                process = subprocess.Popen(  # noqa: S603 - this very program
+                    # -P: what lies in the current directory is not imported.
+                    [sys.executable, "-P", "-m", "tonnage.prepare.worker", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=said,
+                    pass_fds=(theirs.fileno(), lock),
+                    process_group=0,  # Ctrl-C is for the run, which ends its workers
+                )
+        except OSError as error:
+            what = "a process cannot be started; use fewer of them"
+            raise PrepareError(Problem(where="--workers", what=what, found=error.strerror)) from error
+        undo.pop_all()
+    return Worker(process=process, connection=Connection(ours.detach()), said=said)
 
 
 def _end(worker: Worker) -> None:
     worker.connection.close()
     worker.process.kill()
     worker.process.wait()
+    os.close(worker.said)

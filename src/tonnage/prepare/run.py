@@ -18,7 +18,7 @@ from tonnage.prepare.messages import Progress
 from tonnage.prepare.output_dir import SUMMARY, path_within, remove_partials
 from tonnage.prepare.pool import Worker, run_tasks, started
 from tonnage.prepare.preparation import Preparation, make_tasks
-from tonnage.prepare.resume import begin, completed, held
+from tonnage.prepare.resume import begin, check_held, completed, held
 from tonnage.prepare.summary import RankSummary, Summary, summary_bytes
 
 
@@ -57,16 +57,14 @@ def run_preparation(
     """
     output = preparation.setup.output
     start = time.monotonic()
-    with held(preparation, force=force) as lock:
+    with held(preparation) as lock:
         earlier = None if force else completed(preparation)
         if earlier is not None:
             return earlier
-        try:
-            records = _write(preparation, on_progress, lock, force=force)
-        finally:
-            remove_partials(output)
+        records = _write(preparation, on_progress, lock, force=force)
         check_sizes(output, preparation.survey.outputs)
         summary = _summary(preparation, records, time.monotonic() - start)
+        check_held(output, lock)
         write_whole(path_within(output, SUMMARY), summary_bytes(summary), digest=new_digest("sha256"))
         return summary
 
@@ -75,14 +73,19 @@ def _write(
     preparation: Preparation, on_progress: Callable[[Standing], None], lock: int, *, force: bool
 ) -> dict[int, JobRecord]:
     """Do what is left to do, put it on record, and return all records."""
-    with started(preparation.workers, lock) as workers:  # interpreters start while this one looks around
-        journal, records = begin(preparation, force=force)
-        try:
-            for record in _work(preparation, records, on_progress, workers):
-                journal.append(record)
-                records[record.job] = record
-        finally:
-            journal.close()
+    planned: set[str] = set()
+    try:
+        with started(preparation.workers, lock) as workers:  # interpreters start while this one looks around
+            journal, records = begin(preparation, force=force)
+            planned = {one.path for one in preparation.survey.outputs}
+            try:
+                for record in _work(preparation, records, on_progress, workers):
+                    journal.append(record)
+                    records[record.job] = record
+            finally:
+                journal.close()
+    finally:  # the workers are gone; where nothing was begun nothing is removed
+        remove_partials(preparation.setup.output, planned)
     return records
 
 

@@ -18,15 +18,16 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
 from tonnage.errors import Problem, TonnageError
-from tonnage.prepare.io import NewFile, PrepareError, new_digest, opened_source, read_into, sync_directory
+from tonnage.prepare.io import RESUME, NewFile, PrepareError, new_digest, opened_source, read_into, sync_directory
 from tonnage.prepare.jobs import Job, OutputFile, Step, WholeFile
 from tonnage.prepare.journal import ConvertedTensor, JobRecord, WrittenFile
-from tonnage.prepare.messages import Progress, Refused, Setup, Task
+from tonnage.prepare.messages import BUG_STATUS, GONE_STATUS, Progress, Refused, Setup, Task
 from tonnage.prepare.output_dir import make_parents
 from tonnage.prepare.stream import Outputs, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
@@ -115,7 +116,8 @@ def _convert(stream: Stream, step: Step, setup: Setup) -> ConvertedTensor:
         figures = quantize(bits, cast("SourceDtype", source.dtype), codes, scales, rule=setup.scale_rule)
         if figures.first_nonfinite is not None and not setup.keep_nonfinite:
             row, column = divmod(figures.first_nonfinite, bits.shape[1])
-            what, found = "a value that is not finite; --nonfinite keep converts it", f"at [{first + row}, {column}]"
+            what = "a value that is not finite; --nonfinite keep --force starts over and converts it"
+            found = f"at [{first + row}, {column}]"
             raise PrepareError(Problem(where=source.file, tensor=source.name, what=what, found=found))
         parts.append(figures)
 
@@ -190,7 +192,12 @@ class _Reporter:
 
 
 def main(descriptor: int) -> None:
-    """Do tasks until there are no more; the first message is the setup. The run at the other end is trusted."""
+    """Do tasks until there are no more; the first message is the setup. The run at the other end is trusted.
+
+    Raises:
+        EOFError: The run is gone.
+        OSError: The same, in the middle of a message.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=descriptor).detach())
     inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -202,22 +209,39 @@ def main(descriptor: int) -> None:
             answer: JobRecord | Refused = run_task(task, setup, report)
         except TonnageError as error:
             answer = Refused(error.problems)
+        except (OSError, MemoryError, ImportError, RuntimeError) as error:  # the system gives no memory, no thread
+            found = f"{type(error).__name__}: {error}"
+            answer = Refused((Problem(where=task.title, what=f"its worker failed; {RESUME}", found=found),))
         report.flush()
         connection.send(answer)
 
 
 def _receive(connection: Connection, inbox: queue.SimpleQueue[Task | None]) -> None:
-    """Hand on what the run says; without a run there is nothing to finish, not even the file at hand."""
+    """Hand on what the run says; without a run there is nothing to finish, not even the file at hand.
+
+    However this ends, the process never outlives it: it would hold the lock forever.
+    """
+    orderly = False
     try:
         while (task := connection.recv()) is not None:
             inbox.put(task)
-    except (EOFError, ConnectionError):
-        os._exit(1)
-    inbox.put(None)
+        inbox.put(None)
+        orderly = True
+    finally:
+        if not orderly:
+            os._exit(GONE_STATUS)
+
+
+def _end_with_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Leave the traceback to the run, and a status that tells a bug from a system that gives nothing."""
+    sys.__excepthook__(kind, error, trace)
+    sys.stderr.flush()
+    os._exit(GONE_STATUS if isinstance(error, MemoryError | ImportError | RuntimeError) else BUG_STATUS)
 
 
 if __name__ == "__main__":
+    sys.excepthook = _end_with_bug
     try:
         main(int(sys.argv[1]))
-    except ConnectionError:
-        sys.exit(1)  # the run is gone, and nobody is left to tell
+    except (EOFError, OSError):
+        sys.exit(GONE_STATUS)  # the run is gone, and nobody is left to tell

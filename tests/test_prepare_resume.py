@@ -1,0 +1,322 @@
+"""What a preparation may remove, believe and leave behind: nothing of a stranger's, and no lie in ``prepare.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tonnage.api import open_checkpoint
+from tonnage.checkpoint.config import parse_config
+from tonnage.engines import engine
+from tonnage.errors import TonnageError
+from tonnage.placement import place
+from tonnage.prepare import resume, run
+from tonnage.prepare.checks import check_destination, disk_free_bytes
+from tonnage.prepare.output_dir import locked
+from tonnage.prepare.preparation import Preparation
+from tonnage.prepare.request import PrepareOptions, prepare_placement
+from tonnage.prepare.resume import check_output
+from tonnage.prepare.run import run_preparation
+from tonnage.synth.io import RehearsalOptions, write_rehearsal
+from tonnage.topology import Topology
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+Lie = Callable[[dict[str, Any]], Any]
+
+
+class _KilledError(BaseException):
+    """Stands for a kill: nothing after it is done but what the system does."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint."""
+    path = tmp_path_factory.mktemp("resume") / "source"
+    write_rehearsal(parse_config(LLAMA, name="tiny"), path, RehearsalOptions(scaled_down=True))
+    return path
+
+
+@pytest.fixture(scope="module")
+def complete(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete preparation; not to be changed."""
+    out = tmp_path_factory.mktemp("complete") / "out"
+    prepare(source, out)
+    return out
+
+
+@pytest.fixture
+def out(complete: Path, tmp_path: Path) -> Path:
+    """The same, to be changed."""
+    return shutil.copytree(complete, tmp_path / "out")
+
+
+@pytest.fixture
+def begun(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A preparation stopped before its summary, everything else written."""
+    out = tmp_path / "begun"
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "check_held", kill)
+        with pytest.raises(_KilledError):
+            prepare(source, out)
+    return out
+
+
+def kill(*_: object) -> None:
+    raise _KilledError
+
+
+def preparation_of(source: Path, out: Path, tp: int = 2) -> Preparation:
+    checkpoint = open_checkpoint(source)
+    assert checkpoint.headers is not None
+    placement = place(checkpoint.assignment, Topology(tp=tp), engine("split"))
+    options = PrepareOptions(workers=1)
+    return prepare_placement(placement, source, out, options, headers=checkpoint.headers, digest=checkpoint.digest)
+
+
+def prepare(source: Path, out: Path, tp: int = 2, *, force: bool = False) -> None:
+    run_preparation(preparation_of(source, out, tp), lambda _: None, force=force)
+
+
+def refused(source: Path, out: Path, tp: int = 2, *, force: bool = False) -> str:
+    """Prepare in vain, dry and in earnest; nothing changes, both say the same."""
+    before = everything(out)
+    preparation = preparation_of(source, out, tp)
+    with pytest.raises(TonnageError) as dry:
+        check_output(preparation, force=force)
+    assert everything(out) == before
+    with pytest.raises(TonnageError) as caught:
+        run_preparation(preparation, lambda _: None, force=force)
+    assert {name: raw for name, raw in everything(out).items() if name != ".prepare/lock"} == {
+        name: raw for name, raw in before.items() if name != ".prepare/lock"
+    }
+    assert str(dry.value) == str(caught.value)
+    return str(caught.value)
+
+
+def everything(out: Path) -> dict[str, bytes]:
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+# --- nothing of a stranger's is removed -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_foreign_file_with_a_planned_name_is_refused(
+    source: Path, complete: Path, tmp_path: Path, force: bool
+) -> None:
+    name = next(name for name in everything(complete) if name.endswith(".safetensors"))
+    (tmp_path / "new" / name).parent.mkdir(parents=True)
+    (tmp_path / "new" / name).write_text("mine")
+    assert name in refused(source, tmp_path / "new", force=force)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_file_with_a_planned_name_that_the_begun_run_did_not_write_is_refused(
+    source: Path, begun: Path, force: bool
+) -> None:
+    name = next(name for name in everything(begun) if name.endswith(".safetensors"))
+    journal = begun / ".prepare" / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes().splitlines(keepends=True)[0])
+    (begun / name).write_text("mine")
+    assert name in refused(source, begun, force=force)
+
+
+def test_force_refuses_foreign_files_before_it_removes_anything(source: Path, out: Path) -> None:
+    (out / "notes.txt").write_text("mine")
+    assert refused(source, out, tp=4, force=True).endswith("found notes.txt")
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_the_run_of_a_directory_below_keeps_its_temporary_files(source: Path, begun: Path, force: bool) -> None:
+    inner = begun.rename(begun.with_name("inner"))
+    parent = inner.parent / "parent"
+    parent.mkdir()
+    inner.rename(parent / "inner")
+    (parent / "inner" / ".model.safetensors.job-1.partial").write_text("half")
+    assert "inner/" in refused(source, parent, force=force)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_the_state_of_a_stranger_is_left_alone(source: Path, tmp_path: Path, force: bool) -> None:
+    (tmp_path / "new" / ".prepare").mkdir(parents=True)
+    (tmp_path / "new" / ".prepare" / "mine").write_text("mine")
+    assert ".prepare/mine" in refused(source, tmp_path / "new", force=force)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_the_summary_of_a_stranger_is_left_alone(source: Path, tmp_path: Path, force: bool) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "prepare.json").write_text('{"mine": 1}')
+    assert "prepare.json" in refused(source, tmp_path / "new", force=force)
+
+
+def test_a_lock_with_another_name_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("1234567890 and more")
+    os.link(tmp_path / "mine", tmp_path / "lock")
+    with (
+        pytest.raises(TonnageError, match="expected a regular file with one name; found 2 hard links"),
+        locked(tmp_path / "lock"),
+    ):
+        pass
+    (tmp_path / "lock").unlink()
+    (tmp_path / "mine").rename(tmp_path / "lock")
+    with pytest.raises(TonnageError, match="not the lock of a preparation"), locked(tmp_path / "lock"):
+        pass
+    assert (tmp_path / "lock").read_text() == "1234567890 and more"
+
+
+# --- killed anywhere --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["complete", "begun"])
+@pytest.mark.parametrize("step", range(1, 12))
+def test_force_killed_anywhere_is_gone_on_with(
+    source: Path, out: Path, begun: Path, monkeypatch: pytest.MonkeyPatch, step: int, kind: str
+) -> None:
+    """Every removal and every list is a step; the run is killed before one of them."""
+    output = out if kind == "complete" else begun
+    left = [step]
+    unlink = Path.unlink
+
+    def count(path: Path, missing_ok: bool = False) -> None:
+        if path.is_relative_to(output) and path.exists():
+            left[0] -= 1
+            if left[0] <= 0:
+                raise _KilledError
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", count)
+        patch.setattr(resume, "is_still", lambda *_: False)  # the killed do not tidy up
+        patch.setattr(run, "check_held", kill)
+        with suppress(_KilledError):
+            prepare(source, output, tp=1, force=True)
+    with suppress(TonnageError):
+        prepare(source, output, tp=1)
+    prepare(source, output, tp=1, force=True)
+    assert not (output / ".prepare").exists()
+    assert not any(name.endswith(".partial") or "tp2" in name for name in everything(output))
+
+
+def test_a_run_that_is_refused_for_disk_space_leaves_no_directory(
+    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tonnage.prepare.checks.disk_free_bytes", lambda _: -(1 << 40))
+    assert "not enough disk space" in refused(source, tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
+    assert "not enough disk space" in refused(source, out, tp=4, force=True)  # and removes nothing
+
+
+# --- removed meanwhile ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gone", ["", ".prepare"])
+def test_what_is_removed_during_a_run_is_a_refusal(source: Path, tmp_path: Path, gone: str) -> None:
+    new = tmp_path / "new"
+    with pytest.raises(TonnageError):
+        run_preparation(preparation_of(source, new), lambda _: shutil.rmtree(new / gone, ignore_errors=True))
+
+
+def test_a_state_removed_after_completion_is_no_failure(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completed = resume.completed
+
+    def remove_and_return(preparation: Preparation) -> object:
+        shutil.rmtree(out / ".prepare")
+        return completed(preparation)
+
+    monkeypatch.setattr(run, "completed", remove_and_return)
+    prepare(source, out)
+
+
+def test_destinations_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    for output in ("loop/x", "n" * 300 + "/x", "gone/" + "n" * 300, "file/x"):
+        with pytest.raises(TonnageError, match="output cannot be"):
+            check_destination(tmp_path / "source", tmp_path / output)
+    with pytest.raises(TonnageError, match="output cannot be used"):
+        disk_free_bytes(tmp_path / ("n" * 300) / "x")
+
+
+# --- lies -------------------------------------------------------------------------------------------------------------
+
+
+def _first(document: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = document["ranks"][0]["files"][0]
+    return found
+
+
+LIES: dict[str, Lie] = {
+    "rank of a file": lambda document: _first(document).update(rank=1),
+    "payload of a file": lambda document: _first(document).update(payload_bytes=1),
+    "size of a file": lambda document: _first(document).update(file_bytes=1),
+    "digest": lambda document: _first(document).update(digest="0"),
+    "a file outside": lambda document: document["files"].append({**_first(document), "path": "../../../etc/passwd"}),
+    "a file twice": lambda document: document["ranks"][0]["files"].append(_first(document)),
+    "a file less": lambda document: document["ranks"][1]["files"].pop(),
+    "a rank less": lambda document: document["ranks"].pop(),
+    "a rank twice": lambda document: document["ranks"].append(document["ranks"][0]),
+    "planned bytes": lambda document: document["ranks"][0].update(planned_bytes=1),
+    "payload of a rank": lambda document: document["ranks"][0].update(payload_bytes=1),
+    "a converted tensor": lambda document: document["converted"].append(
+        dict.fromkeys(("elements", "nonfinite_blocks", "relative_error", "sqnr_db", "largest_error"), 0)
+        | {"tensor": "w"}
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_summary_is_believed_only_if_it_says_what_was_planned(source: Path, out: Path, lie: Lie) -> None:
+    document = json.loads((out / "prepare.json").read_bytes())
+    lie(document)
+    (out / "prepare.json").write_text(json.dumps(document))
+    assert "not as planned; --force starts over; expected " in refused(source, out)
+
+
+@pytest.mark.parametrize(
+    "change", [{"rank": 1}, {"rank": 7}, {"payload_bytes": 1}, {"digest": "no"}, {"digest": "A" * 64}]
+)
+def test_a_journal_that_lies_is_written_anew(source: Path, begun: Path, complete: Path, change: dict[str, Any]) -> None:
+    path = begun / ".prepare" / "journal.jsonl"
+    identity, *records = path.read_bytes().splitlines()
+    lies = []
+    for record in map(json.loads, records):
+        if record["files"][0]["rank"] == 0:
+            record["files"][0].update(change)
+        lies.append(json.dumps(record).encode())
+    path.write_bytes(b"\n".join([identity, *lies, b""]))
+    prepare(source, begun)
+    found, wanted = (json.loads((one / "prepare.json").read_bytes()) for one in (begun, complete))
+    assert (found["ranks"], found["files"]) == (wanted["ranks"], wanted["files"])
+
+
+def test_force_removes_nothing_outside_whatever_is_recorded(source: Path, out: Path) -> None:
+    document = json.loads((out / "prepare.json").read_bytes())
+    document["files"].append({**_first(document), "path": "../mine"})
+    (out / "prepare.json").write_text(json.dumps(document))
+    (out.parent / "mine").write_text("mine")
+    assert "not a path inside the output directory" in refused(source, out, force=True)
+    assert (out.parent / "mine").read_text() == "mine"
+
+
+def test_a_dry_run_refuses_another_identity(source: Path, begun: Path) -> None:
+    assert "begun with another topology" in refused(source, begun, tp=1)
