@@ -60,7 +60,7 @@ def scheduled(checkpoint: Checkpoint, *, tp: int = 1, convert: bool = True, **ho
 
 
 def write(schedule: Schedule, source: Path, directory: Path) -> None:
-    """Write headers over sparse files, and the other files whole."""
+    """Write headers over sparse files, and the other files whole; ``prepare.json`` only says that it is complete."""
     for job in schedule.jobs:
         for output in job.outputs:
             path = directory / output.path
@@ -73,6 +73,7 @@ def write(schedule: Schedule, source: Path, directory: Path) -> None:
         content = file.content if file.source is None else (source / file.source).read_bytes()
         (directory / file.path).parent.mkdir(parents=True, exist_ok=True)
         (directory / file.path).write_bytes(content)
+    (directory / "prepare.json").write_text("{}")
 
 
 # Headers
@@ -321,6 +322,7 @@ def test_the_slots_of_a_rank_are_written_down(tmp_path: Path) -> None:
 def rank_of(path: Path, tensors: dict[str, Any], **metadata: str) -> Path:
     path.mkdir(parents=True)
     save_file(tensors, path / "model-00001-of-00001.safetensors", metadata={"format": "pt", **metadata})
+    (path.parents[2] / "prepare.json").write_text("{}")
     return path
 
 

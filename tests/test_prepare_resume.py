@@ -247,14 +247,15 @@ def test_a_state_removed_after_completion_is_no_failure(
     prepare(source, out)
 
 
-def test_destinations_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_destinations_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
     for output in ("loop/x", "n" * 300 + "/x", "gone/" + "n" * 300, "file/x"):
-        with pytest.raises(TonnageError, match="output cannot be"):
-            check_destination(tmp_path / "source", tmp_path / output)
+        with pytest.raises(TonnageError, match="output cannot be used"):
+            check_destination(Path("source"), Path(output))
     with pytest.raises(TonnageError, match="output cannot be used"):
-        disk_free_bytes(tmp_path / ("n" * 300) / "x")
+        disk_free_bytes(Path("n" * 300) / "x")
 
 
 # --- lies -------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ MOST_LAYERS = 1 << 12
 MOST_EXPERTS = 1 << 16
 MOST_ELEMENTS = 1 << 48
 """No layer count, expert count or tensor beyond these is believed: a config is a stranger's."""
-MOST_STEPS = 1 << 18
+MOST_STEPS = 1 << 20
 """Steps of name matching per recipe line, layers times what one name costs (:attr:`QuantScheme.steps`)."""
 _INDEX = re.compile(r"\{([a-z_]+)\}")
 _SPELLED = re.compile(r"\.[0-9]+(?:\.|$)", re.ASCII)
