@@ -12,39 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samples import KIMI_K3, PAIRS, SMALL
 from tonnage.errors import ConfigError
 from tonnage.formats.exl3_v1 import SlotGeometry
 from tonnage.formats.exl3_v1_manifest import SlotLayer, manifest_document, parse_manifest
 from tonnage.formats.exl3_v1_names import BTX, EXL3_V1, Dialect
 
 HOSTILE = Path(__file__).parent / "hostile" / "manifests"
-
-KIMI_K3 = SlotGeometry(
-    num_experts=896,
-    hidden_size=3584,
-    intermediate_size=3072,
-    moe_layer_indices=tuple(range(1, 93)),
-    codebook="lut_e4m3",
-    bits=2,
-    pre_block=512,
-    post_block=128,
-    row_alignment=4096,
-    extent_alignment_slots=4,
-    extent_barriers=(48,),
-)
-SMALL = SlotGeometry(
-    num_experts=4, hidden_size=512, intermediate_size=1024, moe_layer_indices=(1, 3), codebook="mcg", bits=4
-)
-PAIRS = SlotGeometry(
-    num_experts=3,
-    hidden_size=256,
-    intermediate_size=512,
-    moe_layer_indices=(0,),
-    codebook="mcg",
-    pair_kinds=("P33", "P24", "P43"),
-    row_alignment=4096,
-    extent_alignment_slots=8,
-)
 
 
 def digests(geometry: SlotGeometry) -> dict[int, str]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from samples import read_shards
 from tonnage.checkpoint.index import IndexFindings, check_index, is_plain_file_name
 from tonnage.checkpoint.io import read_checkpoint_headers
-from tonnage.checkpoint.skeletons import HeaderReader, ShardHeader
 from tonnage.errors import CheckpointError
 
 HOSTILE = Path(__file__).parent / "hostile"
@@ -78,17 +78,6 @@ def test_hostile_index_is_refused_with_exactly_its_problems(name: str, expected:
     assert [SYNTAX.sub(r"\1...", line) for line in str(refusal.value).splitlines()] == [
         line.format(one=ONE, two=TWO, index=INDEX) for line in expected
     ]
-
-
-def read_shards(files: dict[str, list[str]]) -> dict[str, ShardHeader]:
-    reader = HeaderReader()
-    shards = {}
-    for shard_file, names in files.items():
-        header = {name: {"dtype": "U8", "shape": [], "data_offsets": [n, n + 1]} for n, name in enumerate(names)}
-        raw = json.dumps(header).encode()
-        prefix = len(raw).to_bytes(8, "little") + raw
-        shards[shard_file] = reader.read(prefix, shard_file=shard_file, file_bytes=len(prefix) + len(names))
-    return shards
 
 
 FILES = {

@@ -12,6 +12,7 @@ import pytest
 import safetensors
 from safetensors.numpy import save_file
 
+from samples import LLAMA
 from tonnage.api import Checkpoint, checkpoint_from_config, open_checkpoint
 from tonnage.assignment import Assigned, Assignment, convert_to_mxfp8
 from tonnage.checkpoint.config import parse_config
@@ -29,17 +30,6 @@ from tonnage.synth.io import RehearsalOptions, write_rehearsal
 from tonnage.topology import Topology
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 300,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
 
 
 def fields_of(name: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import pytest
 import safetensors
 from blake3 import blake3
 
+from samples import LLAMA
 from tonnage.checkpoint.config import parse_config
 from tonnage.cli.progress import progress_line
 from tonnage.prepare.run import Standing
@@ -24,24 +25,14 @@ from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
 Tonnage = Callable[..., subprocess.CompletedProcess[str]]
 COMMAND = Path(sys.executable).with_name("tonnage")
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 301,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
+SMALL: dict[str, Any] = {**LLAMA, "vocab_size": 301}
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint of several shard files; not to be changed."""
     path = tmp_path_factory.mktemp("source") / "small"
-    write_rehearsal(parse_config(LLAMA, name="small"), path, RehearsalOptions(scaled_down=True, sharded=True))
+    write_rehearsal(parse_config(SMALL, name="small"), path, RehearsalOptions(scaled_down=True, sharded=True))
     (path / "tokenizer.json").write_text('{"a": 1}')
     return path
 

@@ -20,23 +20,14 @@ from typing import Any
 
 import pytest
 
+from samples import LLAMA
 from tonnage.checkpoint.config import parse_config
 from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
 KILLS = 30
 LANES = 2
 MOST_LINES = 25
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 6,
-    "vocab_size": 301,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
+SMALL: dict[str, Any] = {**LLAMA, "num_hidden_layers": 6, "vocab_size": 301}
 RUN = """
 import sys
 from pathlib import Path
@@ -120,7 +111,7 @@ def contents(output: Path) -> dict[str, bytes]:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint with random weights."""
     path = tmp_path_factory.mktemp("kills") / "source"
-    write_rehearsal(parse_config(LLAMA, name="small"), path, RehearsalOptions(scaled_down=True))
+    write_rehearsal(parse_config(SMALL, name="small"), path, RehearsalOptions(scaled_down=True))
     return path
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from samples import LLAMA
 from tonnage.assignment import Assignment, convert_to_mxfp8
 from tonnage.checkpoint.config import parse_config
 from tonnage.checkpoint.headers import Header, TensorEntry
@@ -26,19 +27,8 @@ from tonnage.synth.layout import plan_layout
 from tonnage.synth.storage import store_as
 from tonnage.topology import Topology
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 301,
-    "tie_word_embeddings": False,
-    "attention_bias": True,
-    "dtype": "bfloat16",
-}
-WIDE = {**LLAMA, "head_dim": 128}
+SMALL: dict[str, Any] = {**LLAMA, "vocab_size": 301, "attention_bias": True}
+WIDE = {**SMALL, "head_dim": 128}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -65,7 +55,7 @@ def assigned(fields: dict[str, Any], shards: list[ShardHeader]) -> Assignment:
 
 
 def scheduled(
-    fields: dict[str, Any] = LLAMA,
+    fields: dict[str, Any] = SMALL,
     *,
     convert: bool = False,
     name: str = "split",
@@ -112,7 +102,7 @@ def test_the_vocabulary_ends_in_zero_rows() -> None:
 
 def test_ranks_beyond_the_vocabulary_hold_zeros_only() -> None:
     schedule = scheduled(
-        {**LLAMA, "vocab_size": 5, "num_attention_heads": 4, "num_key_value_heads": 4}, of=Topology(tp=4)
+        {**SMALL, "vocab_size": 5, "num_attention_heads": 4, "num_key_value_heads": 4}, of=Topology(tp=4)
     )
     takes = steps(schedule, "lm_head.weight").takes
     assert [(take.ranges, take.zero_bytes // 512) for take in takes] == [
@@ -161,10 +151,10 @@ def test_what_is_not_a_projection_keeps_its_bytes() -> None:
 
 
 def test_scalars_of_a_quantised_cache_beside_a_converted_weight_are_kept() -> None:
-    tensors = stored(LLAMA)
+    tensors = stored(SMALL)
     beside = {f"model.layers.{n}.self_attn.k_proj.k_scale": ("F32", shape) for n, shape in enumerate([(), (1,)])}
     shards = [shard_of({**beside, **tensors})]
-    placement = place(convert_to_mxfp8(assigned(LLAMA, shards)), Topology(tp=2), engine("split"))
+    placement = place(convert_to_mxfp8(assigned(SMALL, shards)), Topology(tp=2), engine("split"))
     schedule = make_schedule(placement, shards)
     assert [(t.dtype, t.shape) for t in written(schedule, ".k_scale")] == [("F32", ()), ("F32", (1,))] * 2
 
@@ -180,9 +170,9 @@ def test_outputs_with_converted_tensors_name_the_rule() -> None:
 
 
 def test_wider_elements_come_first_and_converted_ones_last() -> None:
-    tensors = {**stored(LLAMA), "model.layers.0.self_attn.k_proj.k_scale": ("F32", ())}
+    tensors = {**stored(SMALL), "model.layers.0.self_attn.k_proj.k_scale": ("F32", ())}
     shards = [shard_of(tensors)]
-    placement = place(convert_to_mxfp8(assigned(LLAMA, shards)), Topology(tp=2), engine("split"))
+    placement = place(convert_to_mxfp8(assigned(SMALL, shards)), Topology(tp=2), engine("split"))
     (job,) = make_schedule(placement, shards).jobs
     kinds = ["convert" if step.convert else step.source.dtype for step in job.steps]
     assert kinds == sorted(kinds, key=["F32", "BF16", "convert"].index)
@@ -209,10 +199,10 @@ def test_a_larger_tensor_is_a_job_of_its_own() -> None:
 
 
 def test_jobs_do_not_span_files() -> None:
-    names = iter(stored(LLAMA).items())
+    names = iter(stored(SMALL).items())
     first = dict(next(names) for _ in range(9))
     shards = [shard_of(first, "a.safetensors"), shard_of(dict(names), "b.safetensors")]
-    placement = place(assigned(LLAMA, shards), Topology(tp=2), engine("split"))
+    placement = place(assigned(SMALL, shards), Topology(tp=2), engine("split"))
     assert [job.source_file for job in make_schedule(placement, shards).jobs] == ["a.safetensors", "b.safetensors"]
 
 
@@ -253,7 +243,7 @@ def test_a_stage_that_takes_nothing_of_a_file_has_no_output() -> None:
 
 
 def test_whole_experts_are_on_one_rank_each() -> None:
-    fields = {**LLAMA, "model_type": "mixtral", "num_local_experts": 5}
+    fields = {**SMALL, "model_type": "mixtral", "num_local_experts": 5}
     schedule = scheduled(fields, of=Topology(tp=2, ep=2))
     held = [
         [take.rank for take in steps(schedule, f"0.block_sparse_moe.experts.{e}.w1.weight").takes] for e in range(5)
@@ -263,7 +253,7 @@ def test_whole_experts_are_on_one_rank_each() -> None:
 
 
 def test_stacked_experts_are_cut_on_their_axis() -> None:
-    fields = {**LLAMA, "model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 64}
+    fields = {**SMALL, "model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 64}
     schedule = scheduled(fields, of=Topology(tp=2, ep=2))
     takes = steps(schedule, "0.mlp.experts.down_proj").takes
     assert [(take.axis, take.ranges) for take in takes] == [(0, ((0, 2),)), (0, ((2, 4),))]
@@ -306,7 +296,7 @@ def test_the_bias_of_a_row_cut_in_exl3_is_on_the_first_rank_only() -> None:
 
 
 def test_columns_an_engine_pads_are_zeros_after_every_row() -> None:
-    fields = {**LLAMA, "model_type": "gpt_oss", "num_local_experts": 2, "head_dim": 64, "intermediate_size": 192}
+    fields = {**SMALL, "model_type": "gpt_oss", "num_local_experts": 2, "head_dim": 64, "intermediate_size": 192}
     fields["quantization_config"] = {"quant_method": "mxfp4"}
     schedule = scheduled({**fields, "vocab_size": 320}, name="vllm")
     takes = steps(schedule, "0.mlp.experts.down_proj_scales").takes
@@ -327,7 +317,7 @@ def refused(name: str, fields: dict[str, Any], tp: int) -> Iterator[str]:
 
 
 def test_an_engine_that_holds_other_bytes_is_refused_by_tensor() -> None:
-    fields = {**LLAMA, "model_type": "phi3", "quantization_config": {"quant_method": "fp8"}}
+    fields = {**SMALL, "model_type": "phi3", "quantization_config": {"quant_method": "fp8"}}
     (*_, last) = refused("vllm", fields, 2)
     assert "gate_up_proj.weight_scale: the engine does not hold the slice: one scalar for every fused part" in last
 
@@ -348,8 +338,8 @@ INSIDE: dict[str, tuple[dict[str, Any], bool, str]] = {
 
 @pytest.mark.parametrize(("fields", "convert", "says"), INSIDE.values(), ids=INSIDE)
 def test_a_cut_inside_a_block_is_refused_by_tensor(fields: dict[str, Any], convert: bool, says: str) -> None:
-    shards = [shard_of(stored({**LLAMA, **fields}))]
-    assignment = assigned({**LLAMA, **fields}, shards)
+    shards = [shard_of(stored({**SMALL, **fields}))]
+    assignment = assigned({**SMALL, **fields}, shards)
     placed = convert_to_mxfp8(assignment) if convert else assignment
     with pytest.raises(PlacementError) as refusal:
         make_schedule(place(placed, Topology(tp=4), HEEDLESS), shards)
@@ -357,9 +347,9 @@ def test_a_cut_inside_a_block_is_refused_by_tensor(fields: dict[str, Any], conve
 
 
 def test_headers_that_were_not_placed_are_refused() -> None:
-    tensors = stored(LLAMA)
+    tensors = stored(SMALL)
     shards = [shard_of(tensors)]
-    placement = place(assigned(LLAMA, shards), Topology(tp=2), engine("split"))
+    placement = place(assigned(SMALL, shards), Topology(tp=2), engine("split"))
     strange = shard_of({**tensors, "model.layers.9.mlp.up_proj.weight": ("BF16", (2, 2))})
     with pytest.raises(CheckpointError, match=r"layers\.9\.mlp\.up_proj\.weight: no placed module stores this tensor"):
         make_schedule(placement, [strange])
@@ -385,8 +375,8 @@ def test_requests_that_cannot_be_are_refused(how: dict[str, Any], says: str) -> 
 
 
 def test_a_transposed_weight_is_never_converted() -> None:
-    shards = [shard_of(stored(LLAMA))]
-    assignment = convert_to_mxfp8(assigned(LLAMA, shards))
+    shards = [shard_of(stored(SMALL))]
+    assignment = convert_to_mxfp8(assigned(SMALL, shards))
     entries = tuple(
         replace(entry, module=replace(entry.module, rule=replace(entry.module.rule, transposed=True)))
         for entry in assignment.entries

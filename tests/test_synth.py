@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors
 
+from samples import LLAMA
 from tonnage.api import open_checkpoint
 from tonnage.checkpoint.config import ModelConfig, parse_config
 from tonnage.errors import CheckpointError
@@ -21,17 +22,6 @@ from tonnage.synth.io import RehearsalOptions, write_rehearsal
 from tonnage.synth.shrink import scale_down
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 300,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 QUANTISED: dict[str, dict[str, Any] | None] = {
     "plain": None,

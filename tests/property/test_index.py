@@ -7,8 +7,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samples import read_shards
 from tonnage.checkpoint.index import check_index
-from tonnage.checkpoint.skeletons import HeaderReader, ShardHeader
 
 KINDS = [["a", "b", "c"], ["a"], ["b", "d.layers.N.e"], []]
 
@@ -23,17 +23,6 @@ def checkpoints(draw: st.DrawFn) -> dict[str, list[str]]:
             names.append(f"extra{number}")
         files[f"model-{number}.safetensors"] = names
     return files
-
-
-def read_shards(files: dict[str, list[str]]) -> dict[str, ShardHeader]:
-    reader = HeaderReader()
-    shards = {}
-    for shard_file, names in files.items():
-        header = {name: {"dtype": "U8", "shape": [], "data_offsets": [n, n + 1]} for n, name in enumerate(names)}
-        raw = json.dumps(header).encode()
-        prefix = len(raw).to_bytes(8, "little") + raw
-        shards[shard_file] = reader.read(prefix, shard_file=shard_file, file_bytes=len(prefix) + len(names))
-    return shards
 
 
 def is_right(raw: bytes, files: dict[str, list[str]]) -> bool:

@@ -12,6 +12,9 @@ Source = Annotated[
     str,
     typer.Argument(metavar="SOURCE", help="A checkpoint directory, or a config.json (planned from its recipe alone)."),
 ]
+Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel size.")]
+Ep = Annotated[int, typer.Option("--ep", help="Expert-parallel size: 1, or the tensor-parallel size.")]
+Pp = Annotated[int, typer.Option("--pp", help="Pipeline-parallel size.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a versioned JSON document instead of a table.")]
 Output = Annotated[Path, typer.Option("-o", "--output", help="Directory to write; must not exist, or be empty.")]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tonnage.cli.options import Json, Source, emit, emit_json
+from tonnage.cli.options import Ep, Json, Pp, Source, Tp, emit, emit_json
 
 DOES_NOT_FIT = 3
 _SIZE = "such as 94.010GiB"
@@ -14,9 +14,9 @@ _SIZE = "such as 94.010GiB"
 
 def plan(
     source: Source,
-    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel size.")] = 1,
-    ep: Annotated[int, typer.Option("--ep", help="Expert-parallel size: 1, or the tensor-parallel size.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel size.")] = 1,
+    tp: Tp = 1,
+    ep: Ep = 1,
+    pp: Pp = 1,
     dcp: Annotated[int, typer.Option("--dcp", help="Decode-context-parallel size; moves no weights.")] = 1,
     engine: Annotated[
         Literal["vllm", "sglang", "exllamav3", "split"],

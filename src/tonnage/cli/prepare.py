@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tonnage.cli.options import Json, emit, emit_json, note
+from tonnage.cli.options import Ep, Json, Pp, Tp, emit, emit_json, note
 from tonnage.cli.progress import progress
 from tonnage.units import MIB, unit_for
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from tonnage.api import PlanRequest
-    from tonnage.errors import Problem
     from tonnage.prepare.preparation import Preparation
     from tonnage.prepare.request import PrepareOptions
     from tonnage.prepare.summary import Summary
@@ -40,9 +39,9 @@ def prepare(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Directory to write: new, empty, or one to be resumed.")
     ],
-    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel size.")] = 1,
-    ep: Annotated[int, typer.Option("--ep", help="Expert-parallel size: 1, or the tensor-parallel size.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel size.")] = 1,
+    tp: Tp = 1,
+    ep: Ep = 1,
+    pp: Pp = 1,
     engine: Annotated[
         Literal["vllm", "sglang", "exllamav3", "split"],
         typer.Option("--engine", help="Whose placement rules; split cuts everything that can be cut."),
@@ -80,7 +79,6 @@ def prepare(
     Example: tonnage prepare ./Llama-3.1-8B --tp 2 --convert mxfp8 -o prepared --dry-run
     """
     from tonnage.api import PlanRequest
-    from tonnage.prepare.io import PrepareError
     from tonnage.prepare.request import PrepareOptions
     from tonnage.prepare.run import run_preparation
     from tonnage.prepare.summary import summary_bytes
@@ -102,9 +100,6 @@ def prepare(
             return
         with progress() as show:
             summary = run_preparation(preparation, show, force=force)
-    problems = _differences(preparation, summary)
-    if problems:
-        raise PrepareError(*problems)
     if as_json:
         emit_json(json.loads(summary_bytes(summary)))
     else:
@@ -247,44 +242,6 @@ def _emit_dry_run(preparation: Preparation, *, force: bool, as_json: bool) -> No
         emit("nothing was written (--dry-run)")
     check_output(preparation, force=force)
     check_memory(preparation.memory_bytes, preparation.workers)
-
-
-def _differences(preparation: Preparation, summary: Summary) -> list[Problem]:
-    """Return the ranks of which a summary, perhaps an old one, says other bytes than are planned."""
-    from tonnage.errors import Problem
-    from tonnage.prepare.output_dir import SUMMARY
-
-    planned = preparation.planned_bytes
-    if [rank.rank for rank in summary.ranks] != list(planned):
-        what = "other ranks than planned; --force starts over"
-        found = f"{len(summary.ranks)} ranks"
-        return [Problem(where=SUMMARY, what=what, expected=f"{len(planned)} ranks: {[*planned]}", found=found)]
-    problems = []
-    for rank in summary.ranks:
-        expected = planned[rank.rank]
-        file_bytes = sum(one.file_bytes for one in preparation.survey.outputs if one.rank == rank.rank)
-        compared = (
-            ("planned_bytes", rank.planned_bytes, expected),
-            ("payload_bytes", rank.payload_bytes, expected),
-            ("payload_bytes of its files", sum(file.payload_bytes for file in rank.files), expected),
-            ("file_bytes", rank.file_bytes, file_bytes),
-        )
-        problems += [
-            Problem(
-                where=f"{SUMMARY}: rank {rank.rank}",
-                what=f"{name} not as planned; --force starts over",
-                expected=f"{wanted} bytes",
-                found=_shown_bytes(found),
-            )
-            for name, found, wanted in compared
-            if found != wanted
-        ]
-    return problems
-
-
-def _shown_bytes(count: int) -> str:
-    """Return a number of bytes from a file; Python refuses to print thousands of digits."""
-    return f"{count} bytes" if -(2**63) <= count < 2**63 else "a number beyond 64 bits"
 
 
 def _emit_summary(preparation: Preparation, summary: Summary) -> None:

@@ -19,7 +19,7 @@ from tonnage.prepare.output_dir import SUMMARY, path_within, remove_partials
 from tonnage.prepare.pool import Worker, run_tasks, started
 from tonnage.prepare.preparation import Preparation, make_tasks
 from tonnage.prepare.resume import begin, check_held, completed, held
-from tonnage.prepare.summary import RankSummary, Summary, summary_bytes
+from tonnage.prepare.summary import RankSummary, Summary, check_bytes, summary_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,7 @@ def run_preparation(
         records = _write(preparation, on_progress, lock, force=force)
         check_sizes(output, preparation.survey.outputs)
         summary = _summary(preparation, records, time.monotonic() - start)
+        check_bytes(summary, preparation.survey.outputs, preparation.planned_bytes, where=str(output / SUMMARY))
         check_held(output, lock)
         write_whole(path_within(output, SUMMARY), summary_bytes(summary), digest=new_digest("sha256"))
         return summary

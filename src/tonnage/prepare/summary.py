@@ -106,16 +106,34 @@ def check_summary(
     Raises:
         PrepareError: Naming everything that differs.
     """
-    problems = [
-        *_file_differences(summary, outputs, where),
-        *_rank_differences(summary, outputs, planned_bytes, where),
-    ]
+    problems = _byte_differences(summary, outputs, planned_bytes, where)
     found = sorted((tensor.tensor, tensor.elements) for tensor in summary.converted)
     if found != (wanted := sorted(converted)):
         names = sorted({name for name, _ in set(found) ^ set(wanted)}) or ["a tensor more than once"]
         problems.append(_difference(where, "converted tensors", "those planned", ", ".join(names)))
     if problems:
         raise PrepareError(*problems)
+
+
+def check_bytes(
+    summary: Summary, outputs: Sequence[OutputSize], planned_bytes: Mapping[int, int], *, where: str
+) -> None:
+    """Refuse a summary whose files or ranks are not as planned; the part of :func:`check_summary` every run ends with.
+
+    Raises:
+        PrepareError: Naming everything that differs.
+    """
+    if problems := _byte_differences(summary, outputs, planned_bytes, where):
+        raise PrepareError(*problems)
+
+
+def _byte_differences(
+    summary: Summary, outputs: Sequence[OutputSize], planned_bytes: Mapping[int, int], where: str
+) -> list[Problem]:
+    return [
+        *_file_differences(summary, outputs, where),
+        *_rank_differences(summary, outputs, planned_bytes, where),
+    ]
 
 
 def _file_differences(summary: Summary, outputs: Sequence[OutputSize], where: str) -> Iterator[Problem]:
