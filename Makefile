@@ -50,7 +50,7 @@ $(VENV)/.created:
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml
-	$(BIN)/$(PIP) -e ".[prepare]"
+	$(BIN)/$(PIP) -e ".[prepare,sign]"
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

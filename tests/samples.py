@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from tonnage.checkpoint.skeletons import HeaderReader, ShardHeader
@@ -59,3 +60,82 @@ def read_shards(files: dict[str, list[str]]) -> dict[str, ShardHeader]:
         prefix = len(raw).to_bytes(8, "little") + raw
         shards[shard_file] = reader.read(prefix, shard_file=shard_file, file_bytes=len(prefix) + len(names))
     return shards
+
+
+def prepare_small(source: Path, output: Path, **options: Any) -> Path:
+    """Prepare a small Llama for two ranks, converted, or as the options say; write it first if it is not there."""
+    from tonnage.api import PlanRequest, open_checkpoint, plan_checkpoint
+    from tonnage.checkpoint.config import parse_config
+    from tonnage.prepare.request import PrepareOptions, prepare_placement
+    from tonnage.prepare.run import run_preparation
+    from tonnage.profile import Profile
+    from tonnage.report.documents import plan_document
+    from tonnage.synth.io import RehearsalOptions, write_rehearsal
+
+    if not source.exists():
+        write_rehearsal(parse_config(LLAMA, name="small"), source, RehearsalOptions(scaled_down=True))
+        (source / "tokenizer.json").write_text('{"a": 1}')
+    request = PlanRequest(
+        **{"tp": 2, "convert": "mxfp8"} | {key: options.pop(key) for key in ("tp", "convert") if key in options}
+    )
+    checkpoint = open_checkpoint(str(source))
+    plan = plan_checkpoint(checkpoint, request)
+    preparation = prepare_placement(
+        plan.placement,
+        source,
+        output,
+        PrepareOptions(workers=1, **options),
+        headers=checkpoint.headers,
+        digest=checkpoint.digest,
+        plan=plan_document(checkpoint, request, plan, Profile(), suggestions=()),
+    )
+    run_preparation(preparation, lambda _: None)
+    return output
+
+
+def write_key(folder: Path, name: str = "key", curve: str = "SECP256R1") -> tuple[Path, Path]:
+    """Write a new elliptic curve key as PEM files; return the paths of its private and public half."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(getattr(ec, curve)())
+    private, public = folder / f"{name}.pem", folder / f"{name}.pub.pem"
+    pem = serialization.Encoding.PEM
+    private.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
+    return private, public
+
+
+def certify(
+    subject: str,
+    key: Any,
+    issuer: str,
+    by: Any,
+    *,
+    authority: bool,
+    signs: bool = True,
+    years: tuple[int, int] = (2020, 2021),
+) -> Any:
+    """Return a certificate of a private key, issued with another; by default it is long over."""
+    import datetime as dt
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+
+    unused = (
+        "content_commitment",
+        "key_encipherment",
+        "data_encipherment",
+        "crl_sign",
+        "encipher_only",
+        "decipher_only",
+    )
+    usage = {"digital_signature": signs and not authority, "key_cert_sign": authority, "key_agreement": not signs}
+    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)]) for text in (subject, issuer)]
+    begin, end = (dt.datetime(year, 1, 1, tzinfo=dt.UTC) for year in years)
+    return (
+        x509.CertificateBuilder(names[1], names[0], key.public_key(), x509.random_serial_number(), begin, end)
+        .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        .add_extension(x509.KeyUsage(**dict.fromkeys(unused, False), **usage), critical=True)
+        .sign(by, hashes.SHA256())
+    )

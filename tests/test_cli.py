@@ -58,8 +58,19 @@ def test_seed_case_with_the_new_credit_fits(tonnage):
     assert plan["ranks"][0]["spare_bytes"] == 100_942_468_874 - 94_541_026_549 - 5_254_892_486
 
 
-def test_credit_without_a_permille_is_refused(tonnage):
-    done = tonnage("plan", K31, "--tp", "8", "--estimator", "credit")
+def test_seed_case_is_refused_with_the_old_record_and_fits_with_the_new(tonnage):
+    old = tonnage("plan", K31, *SEED_OPTIONS, "--calibration", "kimi-k3.1-pro-exl3-2bit-tp8-375")
+    assert old.returncode == 3
+    assert "94.055 GiB fixed > supply 94.010 GiB, short by 0.045 GiB" in old.stdout
+    new = tonnage("plan", K31, *SEED_OPTIONS, "--json")
+    assert new.returncode == 0
+    line = json.loads(new.stdout)["ranks"][0]["lines"][0]
+    assert (line["nbytes"], line["basis"]) == (94_541_026_549, "calibrated")
+    assert "kimi-k3.1-pro-exl3-2bit-tp8-475" in line["source"]
+
+
+def test_credit_of_a_family_without_any_record_is_refused(tonnage, small):
+    done = tonnage("plan", small, "--tp", "2", "--estimator", "credit")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1

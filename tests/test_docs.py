@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -18,10 +20,9 @@ def _script(name):
     return module
 
 
-def test_readme_example_is_the_commands_output(tonnage):
-    block = re.search(
-        r"```console\n\$ tonnage (?P<words>.*)\n(?P<output>(?:.*\n)*?)```", (ROOT / "README.md").read_text()
-    )
+@pytest.mark.parametrize("page", ["README.md", "docs/calibrations.md"])
+def test_example_of_the_page_is_the_commands_output(tonnage, page):
+    block = re.search(r"```console\n\$ tonnage (?P<words>.*)\n(?P<output>(?:.*\n)*?)```", (ROOT / page).read_text())
     done = tonnage(*block["words"].split())
     assert done.returncode == 0
     assert [line.rstrip() for line in done.stdout.splitlines()] == block["output"].splitlines()

@@ -18,6 +18,7 @@ from tonnage.prepare.journal import (
     Identity,
     JobRecord,
     Journal,
+    SourceDigest,
     WrittenFile,
     check_identity,
     create_journal,
@@ -40,20 +41,31 @@ IDENTITY = Identity(
     ranks=(0, 1),
     schedule="5ced",
 )
-RECORDS = tuple(
-    JobRecord(
-        job=number,
-        files=(
-            WrittenFile(path=f"rank-{number}/é.safetensors", rank=number, payload_bytes=1, file_bytes=2, digest="d"),
-        ),
-        converted=(
-            ConvertedTensor(
-                tensor="w", elements=32, nonfinite_blocks=0, relative_error=0.1, sqnr_db=None, largest_error=1e-3
+RECORDS = (
+    *(
+        JobRecord(
+            job=number,
+            files=(
+                WrittenFile(
+                    path=f"rank-{number}/é.safetensors", rank=number, payload_bytes=1, file_bytes=2, digest="d"
+                ),
             ),
-        ),
-        seconds=0.5,
-    )
-    for number in (4, 0, 2)
+            converted=(
+                ConvertedTensor(
+                    tensor="w", elements=32, nonfinite_blocks=0, relative_error=0.1, sqnr_db=None, largest_error=1e-3
+                ),
+            ),
+            seconds=0.5,
+        )
+        for number in (4, 0)
+    ),
+    JobRecord(
+        job=2,
+        files=(),
+        converted=(),
+        seconds=0.1,
+        sources=(SourceDigest(name="a", nbytes=10, digest="d" * 64),),
+    ),
 )
 
 
@@ -71,6 +83,11 @@ def journal(tmp_path: Path) -> Path:
 
 def test_a_journal_reads_back(journal: Path) -> None:
     raw = journal.read_bytes()
+    assert read_journal(raw, where="journal") == (IDENTITY, RECORDS, len(raw))
+
+
+def test_a_line_of_a_version_that_took_no_digests_of_sources_reads(journal: Path) -> None:
+    raw = journal.read_bytes().replace(b',"sources":[]}', b"}")
     assert read_journal(raw, where="journal") == (IDENTITY, RECORDS, len(raw))
 
 
@@ -107,6 +124,7 @@ DAMAGE = {
     "another file": lambda _raw: b"hello\nworld\n",
     "a line in the middle": lambda raw: raw.replace(b'"job":0', b'"job":x'),
     "a field is missing": lambda raw: raw.replace(b'"engine"', b'"motor"'),
+    "deeper than anything": lambda raw: raw + b'{"job":' + b"[" * 100_000 + b"\n",
     "a wrong type": lambda raw: raw.replace(b'"file_bytes":2', b'"file_bytes":"2"', 1),
 }
 

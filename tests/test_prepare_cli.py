@@ -91,6 +91,36 @@ def test_what_is_planned_is_written(tonnage: Tonnage, source: Path, tmp_path: Pa
     assert "tokenizer.json" in written
 
 
+def test_every_source_file_is_named_with_its_digest(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
+    sums = {path.name: (path.stat().st_size, blake3(path.read_bytes()).hexdigest()) for path in source.iterdir()}
+    del sums["model.safetensors.index.json"]  # what it says is in the digest of the checkpoint
+    for words in (("--tp", "2"), ("--layout", "hf", "--convert", "mxfp8")):
+        out = tmp_path / words[1]
+        document = prepared(tonnage, source, *words, "-o", out)
+        assert {one["name"]: (one["nbytes"], one["digest"]) for one in document["sources"]} == sums
+    plain = prepared(tonnage, source, *words, "-o", tmp_path / "plain", "--no-source-digests")
+    copied = {"tokenizer.json": sums["tokenizer.json"][1]}  # the config is written anew
+    assert {one["name"]: one["digest"] for one in plain["sources"]} == dict.fromkeys(sums) | copied
+    same = ("identity", "ranks", "files", "converted", "plan")
+    assert [plain[field] for field in same] == [document[field] for field in same]
+
+
+@pytest.mark.parametrize(
+    ("words", "further"),
+    [(("--tp", "2", "--engine", "vllm", "--convert", "mxfp8"), ()), (("--tp", "4"), ("--ranks", "1,3"))],
+    ids=["all ranks", "some ranks"],
+)
+def test_the_plan_on_record_is_the_one_the_command_prints(
+    tonnage: Tonnage, source: Path, tmp_path: Path, words: tuple[str, ...], further: tuple[str, ...]
+) -> None:
+    document = prepared(tonnage, source, *words, *further, "-o", tmp_path / "out")
+    assert document["plan"] == json.loads(tonnage("plan", source, *words, "--json").stdout)
+    weights = {rank["rank"]: rank["weights_bytes"] for rank in document["plan"]["ranks"]}
+    assert [weights[rank["rank"]] for rank in document["ranks"]] == [
+        rank["payload_bytes"] for rank in document["ranks"]
+    ]
+
+
 def test_the_table_sets_planned_against_written(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
     done = tonnage("prepare", source, "--tp", "2", "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
+from typer.testing import CliRunner
 
 from tonnage.api import open_checkpoint
 from tonnage.checkpoint.config import parse_config
+from tonnage.cli import app
 from tonnage.engines import engine
 from tonnage.errors import TonnageError
 from tonnage.placement import place
@@ -21,9 +24,10 @@ from tonnage.prepare import resume, run
 from tonnage.prepare.checks import check_destination, disk_free_bytes
 from tonnage.prepare.output_dir import locked
 from tonnage.prepare.preparation import Preparation
+from tonnage.prepare.reader import open_rank
 from tonnage.prepare.request import PrepareOptions, prepare_placement
 from tonnage.prepare.resume import check_output
-from tonnage.prepare.run import run_preparation
+from tonnage.prepare.run import Standing, run_preparation
 from tonnage.synth.io import RehearsalOptions, write_rehearsal
 from tonnage.topology import Topology
 
@@ -82,16 +86,28 @@ def kill(*_: object) -> None:
     raise _KilledError
 
 
-def preparation_of(source: Path, out: Path, tp: int = 2) -> Preparation:
+def preparation_of(source: Path, out: Path, tp: int = 2, *, source_digests: bool = True) -> Preparation:
     checkpoint = open_checkpoint(source)
     assert checkpoint.headers is not None
     placement = place(checkpoint.assignment, Topology(tp=tp), engine("split"))
-    options = PrepareOptions(workers=1)
-    return prepare_placement(placement, source, out, options, headers=checkpoint.headers, digest=checkpoint.digest)
+    options = PrepareOptions(workers=1, source_digests=source_digests)
+    ranks = [{"rank": rank, "weights_bytes": placement.module_bytes(0, rank)} for rank in range(tp)]
+    return prepare_placement(
+        placement,
+        source,
+        out,
+        options,
+        headers=checkpoint.headers,
+        digest=checkpoint.digest,
+        plan={"schema": "tonnage.plan/1", "ranks": ranks},
+    )
 
 
-def prepare(source: Path, out: Path, tp: int = 2, *, force: bool = False) -> None:
-    run_preparation(preparation_of(source, out, tp), lambda _: None, force=force)
+def prepare(source: Path, out: Path, tp: int = 2, *, force: bool = False, source_digests: bool = True) -> list[int]:
+    """Prepare; return the bytes of earlier runs, and all."""
+    seen: list[Standing] = []
+    run_preparation(preparation_of(source, out, tp, source_digests=source_digests), seen.append, force=force)
+    return [seen[0].resumed_bytes, seen[-1].done_bytes] if seen else []
 
 
 def refused(source: Path, out: Path, tp: int = 2, *, force: bool = False) -> str:
@@ -108,6 +124,15 @@ def refused(source: Path, out: Path, tp: int = 2, *, force: bool = False) -> str
     }
     assert str(dry.value) == str(caught.value)
     return str(caught.value)
+
+
+def summary(out: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((out / "prepare.json").read_bytes())
+    return document
+
+
+def without_shards(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one for one in sources if not one["name"].endswith(".safetensors")]
 
 
 def everything(out: Path) -> dict[str, bytes]:
@@ -276,6 +301,12 @@ LIES: dict[str, Lie] = {
     "a file less": lambda document: document["ranks"][1]["files"].pop(),
     "a rank less": lambda document: document["ranks"].pop(),
     "a rank twice": lambda document: document["ranks"].append(document["ranks"][0]),
+    "name of a source": lambda document: document["sources"][0].update(name="other"),
+    "size of a source": lambda document: document["sources"][0].update(nbytes=1),
+    "digest of a source": lambda document: document["sources"][0].update(digest="0"),
+    "a source less": lambda document: document["sources"].pop(),
+    "a plan of nothing": lambda document: document.update(plan={}),
+    "another plan": lambda document: document["plan"]["ranks"][1].update(weights_bytes=1),
     "planned bytes": lambda document: document["ranks"][0].update(planned_bytes=1),
     "payload of a rank": lambda document: document["ranks"][0].update(payload_bytes=1),
     "a converted tensor": lambda document: document["converted"].append(
@@ -301,13 +332,29 @@ def test_a_journal_that_lies_is_written_anew(source: Path, begun: Path, complete
     identity, *records = path.read_bytes().splitlines()
     lies = []
     for record in map(json.loads, records):
-        if record["files"][0]["rank"] == 0:
+        if record["files"] and record["files"][0]["rank"] == 0:
             record["files"][0].update(change)
         lies.append(json.dumps(record).encode())
     path.write_bytes(b"\n".join([identity, *lies, b""]))
     prepare(source, begun)
     found, wanted = (json.loads((one / "prepare.json").read_bytes()) for one in (begun, complete))
     assert (found["ranks"], found["files"]) == (wanted["ranks"], wanted["files"])
+
+
+@pytest.mark.parametrize("change", [{"name": "config.json"}, {"nbytes": 1}, {"digest": None}, {"digest": "A" * 64}])
+def test_a_digest_that_cannot_be_is_taken_anew(
+    source: Path, begun: Path, complete: Path, change: dict[str, Any]
+) -> None:
+    path = begun / ".prepare" / "journal.jsonl"
+    identity, *records = path.read_bytes().splitlines()
+    lies = [json.loads(record) for record in records]
+    sources = [one for record in lies for one in record["sources"]]
+    assert [one["name"] for one in sources] == ["model.safetensors"]
+    sources[0].update(change)
+    path.write_bytes(b"\n".join([identity, *(json.dumps(record).encode() for record in lies), b""]))
+    prepare(source, begun)
+    found, wanted = (json.loads((one / "prepare.json").read_bytes()) for one in (begun, complete))
+    assert found["sources"] == wanted["sources"]
 
 
 def test_force_removes_nothing_outside_whatever_is_recorded(source: Path, out: Path) -> None:
@@ -321,3 +368,132 @@ def test_force_removes_nothing_outside_whatever_is_recorded(source: Path, out: P
 
 def test_a_dry_run_refuses_another_identity(source: Path, begun: Path) -> None:
     assert "begun with another topology" in refused(source, begun, tp=1)
+
+
+def test_a_summary_nested_beyond_reading_is_refused(source: Path, out: Path) -> None:
+    (out / "prepare.json").write_bytes(b'{"plan":' + b'{"a":' * 100_000)
+    assert "not the summary of a preparation" in refused(source, out)
+
+
+# --- digests of the source --------------------------------------------------------------------------------------------
+
+
+def test_digests_an_earlier_run_took_are_not_taken_again(source: Path, begun: Path) -> None:
+    shard = source / "model.safetensors"
+    times = shard.stat()
+    shard.rename(shard.with_suffix(".kept"))
+    try:
+        shutil.copyfile(shard.with_suffix(".kept"), shard)
+        with shard.open("r+b") as file:  # what was hashed is not what is there now: only a second reading could tell
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([shard.with_suffix(".kept").read_bytes()[-1] ^ 1]))
+        os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+        resumed, done = prepare(source, begun)
+    finally:
+        shard.with_suffix(".kept").replace(shard)
+    assert resumed == done > shard.stat().st_size
+    (digest,) = [one["digest"] for one in summary(begun)["sources"] if one["name"] == shard.name]
+    assert digest == blake3(shard.read_bytes()).hexdigest()
+
+
+def test_a_run_begun_without_digests_takes_them_when_it_goes_on_with_them(
+    source: Path, complete: Path, begun: Path
+) -> None:
+    journal = begun / ".prepare" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(line for line in lines if b'"sources":[{"name"' not in line or b'"schema"' in line))
+    resumed, done = prepare(source, begun)
+    assert done - resumed == (source / "model.safetensors").stat().st_size
+    assert summary(begun)["sources"] == summary(complete)["sources"]
+
+
+def test_a_run_begun_with_digests_may_go_on_without_them(source: Path, complete: Path, begun: Path) -> None:
+    prepare(source, begun, source_digests=False)
+    assert without_shards(summary(begun)["sources"]) == without_shards(summary(complete)["sources"])
+    assert summary(begun)["ranks"] == summary(complete)["ranks"]
+
+
+def test_a_complete_preparation_without_digests_is_left_as_it_is(source: Path, complete: Path, tmp_path: Path) -> None:
+    prepare(source, tmp_path / "out", source_digests=False)
+    before = everything(tmp_path / "out")
+    assert [one["digest"] for one in summary(tmp_path / "out")["sources"] if "safetensors" in one["name"]] == [None]
+    assert prepare(source, tmp_path / "out") == []
+    assert everything(tmp_path / "out") == before
+    assert {**before, "prepare.json": b""} == {**everything(complete), "prepare.json": b""}
+
+
+def test_a_summary_of_a_version_without_sources_and_plan_is_left_as_it_is(source: Path, out: Path) -> None:
+    document = summary(out)
+    del document["sources"], document["plan"]
+    (out / "prepare.json").write_text(json.dumps(document))
+    assert prepare(source, out) == []
+    assert summary(out) == document
+
+
+def test_two_preparations_differ_in_times_only(source: Path, complete: Path, tmp_path: Path) -> None:
+    prepare(source, tmp_path / "again")
+    documents = [summary(one) for one in (complete, tmp_path / "again")]
+    for document in documents:
+        del document["seconds"], document["worker_seconds"]
+    assert json.dumps(documents[0]) == json.dumps(documents[1])
+    first, second = everything(complete), everything(tmp_path / "again")
+    assert {**first, "prepare.json": b""} == {**second, "prepare.json": b""}
+
+
+# --- a finished package -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(out: Path) -> Path:
+    """A directory as export leaves it."""
+    (out / "prepare.json").unlink()
+    for name in ("manifest.json", "plan.json", "provenance.json", "model.sig"):
+        (out / name).write_text("{}")
+    return out
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_finished_package_is_refused_in_one_line(source: Path, package: Path, force: bool) -> None:
+    said = refused(source, package, force=force)
+    assert said == (
+        f"{package}: a finished package; expected a new or an empty directory; found manifest.json and model.sig"
+    )
+    assert not (package / ".prepare").exists()
+
+
+def test_a_rank_of_a_finished_package_is_opened(complete: Path, package: Path) -> None:
+    with open_rank(package, 1) as rank, open_rank(complete, 1) as before:
+        assert rank.tensors == before.tensors
+
+
+@pytest.mark.parametrize("missing", ["manifest.json", "model.sig"])
+def test_without_manifest_and_signature_there_is_no_package_to_open(package: Path, missing: str) -> None:
+    (package / missing).unlink()
+    with pytest.raises(TonnageError, match=r"not complete; expected prepare\.json, or a signed package"):
+        open_rank(package, 1)
+
+
+def test_what_a_package_says_of_itself_does_not_come_along(source: Path, package: Path, tmp_path: Path) -> None:
+    again = shutil.copytree(source, tmp_path / "source")
+    for name in ("manifest.json", "plan.json", "provenance.json", "model.sig"):
+        shutil.copyfile(package / name, again / name)
+    prepare(again, tmp_path / "new")
+    assert everything(tmp_path / "new").keys() == {*everything(package), "prepare.json"} - {
+        "manifest.json",
+        "plan.json",
+        "provenance.json",
+        "model.sig",
+    }
+
+
+# --- a dry run --------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_over_a_complete_preparation_needs_no_memory(
+    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tonnage.prepare.checks.memory_available_bytes", lambda: 1)
+    words = ["prepare", str(source), "--tp", "2", "--workers", "1", "--dry-run", "-o"]
+    assert CliRunner().invoke(app, [*words, str(out)], catch_exceptions=False).exit_code == 0
+    with pytest.raises(TonnageError, match=r"^memory: not enough"):
+        CliRunner().invoke(app, [*words, str(tmp_path / "new")], catch_exceptions=False)

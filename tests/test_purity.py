@@ -16,6 +16,7 @@ PURE = sorted(
     for pattern in (
         "formats/*.py", "engines/*.py", "recipes/blueprint.py", "recipes/expression*.py", "recipes/schema.py",
         "cuts.py", "shares.py", "placement.py", "plan.py", "credit.py", "topology.py", "assignment.py", "matching.py",
+        "explain.py", "measure/classes.py", "measure/packages.py", "measure/record.py",
         "recognition.py", "container.py", "inspection.py", "profile.py", "errors.py",
         "checkpoint/quant.py", "checkpoint/config.py", "checkpoint/recognise.py", "checkpoint/tally.py", "checkpoint/name_*.py",
     )

@@ -28,7 +28,8 @@ from blake3 import blake3
 from tonnage.errors import TonnageError
 from tonnage.formats.dtypes import payload_bytes
 from tonnage.prepare.io import FileFacts, NewFile, PrepareError, new_digest, source_facts
-from tonnage.prepare.jobs import Job, OutputFile, OutputTensor, SourceTensor, Step, Take, WholeFile
+from tonnage.prepare.jobs import Job, OutputFile, OutputTensor, SourceFile, SourceTensor, Step, Take, WholeFile
+from tonnage.prepare.journal import SourceDigest
 from tonnage.prepare.layout import header_bytes
 from tonnage.prepare.messages import BUG_STATUS, Setup, Task
 from tonnage.prepare.pool import Worker, run_tasks, started
@@ -93,6 +94,11 @@ def one_tensor_job(
 def task_of(job: Job, setup: Setup) -> Task:
     facts = source_facts(setup.source, [SHARD])[0]
     return Task(number=3, work=job, source=facts, headers=tuple(map(header_bytes, job.outputs)))
+
+
+def digest_task(setup: Setup) -> Task:
+    facts = source_facts(setup.source, [SHARD])[0]
+    return Task(number=7, work=SourceFile(name=SHARD), source=facts)
 
 
 def nothing(_nbytes: int) -> None:
@@ -246,6 +252,23 @@ def test_files_that_come_along_are_copied(tmp_path: Path, window_bytes: int) -> 
     assert (written.rank, written.file_bytes, written.digest) == (None, 1000, blake3(random_bytes(1000)).hexdigest())
 
 
+@pytest.mark.parametrize(("name", "function"), [("blake3", blake3), ("sha256", hashlib.sha256)])
+@pytest.mark.parametrize("window_bytes", [7, 1000, 8 << 20])
+def test_the_digest_of_a_source_file_is_that_of_all_its_bytes(
+    tmp_path: Path, name: Any, function: Any, window_bytes: int
+) -> None:
+    for nbytes in (0, 1000):
+        (tmp_path / SHARD).write_bytes(random_bytes(nbytes))
+        read: list[int] = []
+        setup = Setup(source=tmp_path, output=tmp_path / "out", hash=name, window_bytes=window_bytes)
+        record = run_task(digest_task(setup), setup, read.append)
+        digest = function(random_bytes(nbytes)).hexdigest()
+        assert (record.job, record.files, record.converted) == (7, (), ())
+        assert record.sources == (SourceDigest(name=SHARD, nbytes=nbytes, digest=digest),)
+        assert sum(read) == nbytes
+    assert not (tmp_path / "out").exists()
+
+
 # --- converting -------------------------------------------------------------------------------------------------------
 
 
@@ -372,6 +395,21 @@ def test_a_source_that_changed_is_refused(tmp_path: Path, change: Callable[[Path
     with pytest.raises(TonnageError, match=message):
         run_task(task, setup, nothing)
     assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
+def test_a_source_that_changed_has_no_digest(tmp_path: Path, change: Callable[[Path], None], message: str) -> None:
+    setup = Setup(source=plain_job(tmp_path)[0], output=tmp_path / "out")
+    task = digest_task(setup)
+    change(setup.source / SHARD)
+    with pytest.raises(TonnageError, match=message):
+        run_task(task, setup, nothing)
+
+
+def test_a_source_that_changes_while_its_digest_is_taken_has_none(tmp_path: Path) -> None:
+    setup = Setup(source=plain_job(tmp_path)[0], output=tmp_path / "out", window_bytes=1024)
+    with pytest.raises(TonnageError, match="changed since it was planned"):
+        run_task(digest_task(setup), setup, lambda _nbytes: touch(setup.source / SHARD))
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tonnage.assignment import Assignment, assign_blueprint, convert_to_mxfp8
+from tonnage.calibrations.credit_records import Chosen, CreditRecord, Subject, choose_record, use_record
 from tonnage.checkpoint.config import ModelConfig, parse_config
 from tonnage.checkpoint.io import CheckpointHeaders, begin_digest, read_bytes, read_checkpoint_headers
 from tonnage.checkpoint.strict_json import parse_object
@@ -25,7 +26,7 @@ from tonnage.formats.exl3_v1_manifest import parse_manifest
 from tonnage.formats.exl3_v1_names import DIALECTS
 from tonnage.inspection import counted_bytes
 from tonnage.matching import assign_headers
-from tonnage.memory.supply import Supply
+from tonnage.memory.supply import Basis, Supply
 from tonnage.placement import TP_SIZES_TRIED, place
 from tonnage.plan import Held, Plan, make_credit_plan, make_plan
 from tonnage.recipes.blueprint import blueprint_of
@@ -81,7 +82,9 @@ class PlanRequest:
         reserve_bytes: Held per rank for everything outside the plan.
         convert: What preparation does to convertible weights.
         estimator: ``exact``, or ``credit`` for packages made elsewhere.
-        credit_permille: The credit; required by ``credit``.
+        credit_permille: The credit, assumed; without it a calibration is looked for.
+        credit_record: The calibration to use, whatever it was fitted to.
+        credit_records: Or those to choose from, see :func:`tonnage.calibrations.io.known_records`.
         device_bytes: Bytes of all ranks before the credit, draft included; by default stored payload + draft.
         draft: A draft checkpoint, placed like the target.
         draft_bytes: Or the bytes of one, taken to be cut evenly.
@@ -97,6 +100,8 @@ class PlanRequest:
     convert: Convert = "none"
     estimator: Estimator = "exact"
     credit_permille: int | None = None
+    credit_record: CreditRecord | None = None
+    credit_records: tuple[CreditRecord, ...] = ()
     device_bytes: int | None = None
     draft: Checkpoint | None = None
     draft_bytes: int = 0
@@ -112,10 +117,14 @@ class PlanRequest:
                 raise UnitError(Problem(where=f"--{name}", what="negative", expected="0 or more", found=str(nbytes)))
         if self.draft is not None and self.draft_bytes:
             raise UnitError(Problem(where="--draft, --draft-bytes", what="both given", expected="one of them"))
-        if self.estimator == "exact" and (self.credit_permille is not None or self.device_bytes is not None):
+        if self.credit_permille is not None and self.credit_record is not None:
+            raise UnitError(
+                Problem(where="--credit-permille, --calibration", what="both given", expected="one of them")
+            )
+        if self.estimator == "exact" and (self.credit_permille, self.credit_record, self.device_bytes) != (None,) * 3:
             raise UnitError(
                 Problem(
-                    where="--credit-permille, --device-bytes",
+                    where="--credit-permille, --calibration, --device-bytes",
                     what="not used by the exact estimator",
                     expected="--estimator credit",
                 )
@@ -383,35 +392,77 @@ def _draft_rank(request: PlanRequest) -> int:
 
 
 def _credit_plan(checkpoint: Checkpoint, request: PlanRequest, held: tuple[Held, ...]) -> Plan:
-    if request.credit_permille is None:
-        raise CreditError(
-            Problem(
-                where="--estimator credit",
-                what="no calibrated credit for this checkpoint and TP size",
-                expected="--credit-permille N",
-            )
-        )
     if request.pp > 1 or request.ep > 1:
         raise CreditError(
             Problem(where="--estimator credit", what="covers tensor parallelism only", expected="--pp 1 --ep 1")
         )
+    inputs = credit_inputs(checkpoint, request)
+    if request.credit_permille is not None:
+        permille, basis, source = request.credit_permille, ASSUMED, f"--credit-permille {request.credit_permille}"
+        return make_credit_plan(inputs, permille, basis=basis, source=source, supply=request.supply, held=held)
+    chosen = _chosen_record(checkpoint, request)
+    record = chosen.record
+    if chosen.basis == "calibrated" and request.device_bytes is None and record.inputs.draft_bytes == _draft(request):
+        inputs = record.credit_inputs  # the report counted whole files, headers included
+    return make_credit_plan(
+        inputs, record.permille, basis=chosen.basis, source=chosen.why, supply=request.supply, held=held
+    )
+
+
+ASSUMED: Basis = "assumed"
+
+
+def credit_inputs(checkpoint: Checkpoint, request: PlanRequest) -> CreditInputs:
+    """Return what the credit estimator is told of a checkpoint.
+
+    Raises:
+        CreditError: No projection of it is counted.
+    """
     projections, latent = counted_bytes(checkpoint.assignment)
     if not projections:
         raise CreditError(
             Problem(where=checkpoint.name, what="no plain BF16 projection is counted, a credit has nothing to apply to")
         )
-    device = request.device_bytes
-    if device is None:
-        draft = request.draft.assignment.payload_bytes if request.draft else request.draft_bytes
-        device = checkpoint.assignment.payload_bytes + draft
-    inputs = CreditInputs(
+    device = request.device_bytes or checkpoint.assignment.payload_bytes + _draft(request)
+    return CreditInputs(
         device_bytes=device, tp_size=request.tp, counted_bf16_bytes=projections, latent_pair_bytes=latent
     )
-    return make_credit_plan(
-        inputs,
-        request.credit_permille,
-        basis="assumed",
-        source=f"--credit-permille {request.credit_permille}",
-        supply=request.supply,
-        held=held,
+
+
+def _draft(request: PlanRequest) -> int:
+    """Return all bytes of the draft."""
+    return request.draft.assignment.payload_bytes if request.draft else request.draft_bytes
+
+
+def subject_of(checkpoint: Checkpoint, request: PlanRequest) -> Subject:
+    """Return what a credit is wanted for.
+
+    Raises:
+        CreditError: No projection of the checkpoint is counted.
+    """
+    inputs = credit_inputs(checkpoint, request)
+    return Subject(
+        digest=checkpoint.digest,
+        family=checkpoint.family,
+        stored_bytes=checkpoint.assignment.payload_bytes,
+        device_bytes=inputs.device_bytes,
+        counted_bf16_bytes=inputs.counted_bf16_bytes,
+        latent_pair_bytes=inputs.latent_pair_bytes,
+        tp=request.tp,
     )
+
+
+def _chosen_record(checkpoint: Checkpoint, request: PlanRequest) -> Chosen:
+    subject = subject_of(checkpoint, request)
+    if request.credit_record is not None:
+        return use_record(request.credit_record, subject)
+    chosen = choose_record(request.credit_records, subject)
+    if chosen is None:
+        raise CreditError(
+            Problem(
+                where="--estimator credit",
+                what=f"no calibrated credit for any {checkpoint.family} checkpoint",
+                expected="--credit-permille N, or a record: tonnage calibrate",
+            )
+        )
+    return chosen

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from tonnage.errors import CreditError, Problem
 
 PERMILLE = 1000
 LATENT_PAIR_CREDIT_DIVISOR = 16
 DEFAULT_STEP_PERMILLE = 5
+MXFP8_SAVES = Fraction(31, 64)
+"""What MXFP8 saves of BF16 at most: 16 bits an element become 8 and an eighth of a scale byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,11 @@ class CreditInputs:
     def latent_pair_credit_bytes(self) -> int:
         """What the latent pair saves, whatever the permille, floored."""
         return self.latent_pair_bytes // LATENT_PAIR_CREDIT_DIVISOR
+
+    @property
+    def ideal_savings_bytes(self) -> int:
+        """What MXFP8 saves at most, over all ranks, floored; the latent pair's own credit included."""
+        return int(self.counted_bf16_bytes * MXFP8_SAVES) + self.latent_pair_credit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,15 +107,7 @@ class _Matcher:
 
     def _suffixes_by_module(self) -> dict[str, dict[int | None, dict[str, Kinds]]]:
         """Return masked module name -> first number -> suffix -> kinds, for names a module answers to."""
-        bases: dict[str, list[str]] = {}
-        for module in self._blueprint.modules:
-            base = masked(module.rule.pattern)
-            suffixes = (*SUFFIXES, *AUXILIARY) if module.rule.is_linear else ("",)
-            for suffix in suffixes:
-                bases.setdefault(base + suffix, [base, suffix])
-        for module in self._blueprint.modules:
-            if not module.rule.is_linear:
-                bases[masked(module.rule.pattern)] = [masked(module.rule.pattern), ""]
+        bases = stored_names(self._blueprint)
         found: dict[str, dict[int | None, dict[str, Kinds]]] = defaultdict(lambda: defaultdict(dict))
         self._strangers: list[tuple[str, int | None]] = []
         for (name, first), kinds in self._tally.items():
@@ -206,13 +198,13 @@ class _Matcher:
         if mixed is None:
             kept = tuple(sorted((suffix, next(iter(kinds))) for suffix, kinds in suffixes.items()))
             counts = [count for kinds in suffixes.values() for count in kinds.values()]
-            if any(count.instances != module.copies or not _within(count.largest, module) for count in counts):
+            if any(count.instances != module.copies or not is_within(count.largest, module) for count in counts):
                 self._incomplete.append((module, first, tuple(suffixes)))
             yield _Instance(kept, (), module.copies)
             return
         groups: dict[Kept, list[int]] = defaultdict(list)
         for numbers, parts in mixed.items():
-            if _within(numbers, module):
+            if is_within(numbers, module):
                 groups[tuple(sorted(parts.items()))].append(numbers[0] if numbers else 0)
             else:
                 self._are_beyond(module, first, ((numbers, suffix) for suffix in parts), len(parts))
@@ -290,7 +282,7 @@ class _Matcher:
                 self._compare(module, first, suffix, seen[masked(module.rule.pattern) + suffix, first])
 
     def _compare(self, module: Module, first: int | None, suffix: str, present: set[tuple[int, ...]]) -> None:
-        beyond = [(rest, suffix) for rest in sorted(present) if not _within(rest, module)]
+        beyond = [(rest, suffix) for rest in sorted(present) if not is_within(rest, module)]
         self._are_beyond(module, first, beyond, len(beyond))
         missing = module.copies - (len(present) - len(beyond))
         absent = (rest for rest in product(*module.rest) if rest not in present)
@@ -336,7 +328,19 @@ class _Matcher:
             )
 
 
-def _within(numbers: tuple[int, ...], module: Module) -> bool:
+def stored_names(blueprint: Blueprint) -> dict[str, tuple[str, str]]:
+    """Return every masked tensor name some module answers to, as the masked name of the module and the suffix."""
+    names: dict[str, tuple[str, str]] = {}
+    for module in blueprint.modules:
+        if module.rule.is_linear:
+            base = masked(module.rule.pattern)
+            for suffix in (*SUFFIXES, *AUXILIARY):
+                names.setdefault(base + suffix, (base, suffix))
+    singles = (masked(module.rule.pattern) for module in blueprint.modules if not module.rule.is_linear)
+    return names | {base: (base, "") for base in singles}
+
+
+def is_within(numbers: tuple[int, ...], module: Module) -> bool:
     """Whether the numbers behind the layer are within the config's range."""
     return all(number in extent for number, extent in zip(numbers, module.rest, strict=True))
 

@@ -201,9 +201,8 @@ def make_credit_plan(
 
 
 def _credit_pessimism(inputs: CreditInputs, savings: int) -> tuple[str, ...]:
-    """Say how far the credit stays under what MXFP8 saves at most: 31 of 64 of every counted byte."""
-    ideal = inputs.counted_bf16_bytes * 31 // 64 + inputs.latent_pair_bytes // 16
-    less = (ideal - savings) // inputs.tp_size
+    """Say how far the credit stays under what MXFP8 saves at most."""
+    less = (inputs.ideal_savings_bytes - savings) // inputs.tp_size
     if less <= 0:
         return ()
     return (f"pessimism: the credit is {gib(less)} GiB per rank under the ideal of MXFP8 (48.4 % of counted bytes)",)

@@ -1,6 +1,7 @@
 """The ``tonnage`` command: one module per command, each parses options, calls :mod:`tonnage.api` and renders.
 
-Exit codes: 0 yes, 1 bug (a traceback), 2 unusable input, 3 does not fit. Results on stdout, everything else on stderr.
+Exit codes: 0 yes, 1 bug (a traceback), 2 unusable input, 3 does not fit, 4 verification failed. Results on
+stdout, everything else on stderr.
 """
 
 from __future__ import annotations
@@ -11,17 +12,24 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from tonnage.cli.calibrate import calibrate
+from tonnage.cli.calibrations import calibrations
 from tonnage.cli.demo import demo
+from tonnage.cli.explain import explain
+from tonnage.cli.export import export
 from tonnage.cli.gpus import gpus
 from tonnage.cli.inspect import inspect
+from tonnage.cli.measure import measure
 from tonnage.cli.models import models
 from tonnage.cli.plan import plan
 from tonnage.cli.prepare import prepare
 from tonnage.cli.synth import synth
+from tonnage.cli.verify import verify
 from tonnage.errors import TonnageError
 from tonnage.version import __version__
 
 UNUSABLE_INPUT = 2
+VERIFICATION_FAILED = 4
 
 app = typer.Typer(
     name="tonnage",
@@ -49,12 +57,13 @@ def _main(
     pass
 
 
-for command in (inspect, plan, prepare, models, gpus, synth, demo):
+for command in (inspect, plan, prepare, export, verify, measure, calibrate, explain, models, gpus, synth, demo):
     app.command()(command)
+app.add_typer(calibrations, name="calibrations")
 
 
 def main() -> None:
-    """Run the command; a refusal is printed on stderr, one line per problem, and exits with 2.
+    """Run the command; a refusal is printed on stderr, one line per problem, and exits with 2, or with its own status.
 
     A closed pipe ends the command as it ends any other; output that cannot be written is a refusal too.
     """
@@ -65,13 +74,20 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except TonnageError as error:
-        _refuse(str(error))
+        _refuse(str(error), status_of(error))
     except OSError as error:
         sys.stdout = None  # nothing is left to flush at exit
         _refuse(f"cannot write the output; found {error.strerror}")
 
 
-def _refuse(lines: str) -> NoReturn:
+def status_of(error: TonnageError) -> int:
+    """Return the exit code of a refusal."""
+    from tonnage.export.verify import VerifyError
+
+    return VERIFICATION_FAILED if isinstance(error, VerifyError) else UNUSABLE_INPUT
+
+
+def _refuse(lines: str, status: int = UNUSABLE_INPUT) -> NoReturn:
     for line in lines.splitlines():
         print(f"tonnage: {line}", file=sys.stderr)  # noqa: T201 - the command's own output
-    raise SystemExit(UNUSABLE_INPUT) from None
+    raise SystemExit(status) from None

@@ -52,6 +52,9 @@ def plan(
     credit_permille: Annotated[
         int | None, typer.Option("--credit-permille", min=0, max=1000, help="The credit, in permille of counted bytes.")
     ] = None,
+    calibration: Annotated[
+        str | None, typer.Option("--calibration", help="Record to take the credit from: a name of them, or a file.")
+    ] = None,
     device_bytes: Annotated[
         int | None, typer.Option("--device-bytes", min=1, help="Bytes of all ranks before the credit, draft included.")
     ] = None,
@@ -62,6 +65,7 @@ def plan(
     Example: tonnage plan config.json --tp 8 --engine vllm --gpu rtx-pro-6000 --reserve 6GiB
     """
     from tonnage.api import PlanRequest, open_checkpoint, plan_checkpoint, suggest
+    from tonnage.calibrations.io import find_record, known_records
     from tonnage.errors import Problem, UnitError
     from tonnage.memory.supply import find_gpu, parse_supply, supply_bytes
     from tonnage.profile import parse_profile
@@ -71,6 +75,7 @@ def plan(
     if gpu is not None and supply is not None:
         raise UnitError(Problem(where="--gpu, --supply", what="both given", expected="one of them"))
     given = parse_supply(supply) if supply is not None else supply_bytes(find_gpu(gpu)) if gpu is not None else None
+    by_record = estimator == "credit" and credit_permille is None and calibration is None
     served = parse_profile(profile, context_tokens=context, kv_dtype=kv_dtype)
     request = PlanRequest(
         tp=tp,
@@ -83,6 +88,8 @@ def plan(
         convert=convert,
         estimator=estimator,
         credit_permille=credit_permille,
+        credit_record=find_record(calibration) if calibration is not None else None,
+        credit_records=tuple(found.record for found in known_records()) if by_record else (),
         device_bytes=device_bytes,
         draft=open_checkpoint(draft) if draft is not None else None,
         draft_bytes=parse_size(draft_bytes, where="--draft-bytes"),

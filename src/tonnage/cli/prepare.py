@@ -66,6 +66,13 @@ def prepare(
     hash_name: Annotated[
         Literal["blake3", "sha256"], typer.Option("--hash", help="Digests taken while writing.")
     ] = "blake3",
+    source_digests: Annotated[
+        bool,
+        typer.Option(
+            "--source-digests/--no-source-digests",
+            help="Take the digest of every source file as well: prepare.json then names the bytes it was made of.",
+        ),
+    ] = True,
     ranks: Annotated[
         str | None, typer.Option("--ranks", help="Write only these ranks, such as 0-3 or 0,2; all by default.")
     ] = None,
@@ -89,6 +96,7 @@ def prepare(
         scale_rule=scale_rule,
         nonfinite=nonfinite,
         hash=hash_name,
+        source_digests=source_digests,
         ranks=_parse_ranks(ranks),
         workers=workers,
     )
@@ -107,22 +115,25 @@ def prepare(
 
 
 def _preparation(source: str, output: Path, request: PlanRequest, options: PrepareOptions) -> Preparation:
-    from tonnage.api import open_checkpoint
-    from tonnage.assignment import convert_to_mxfp8
-    from tonnage.engines import engine as find_engine
+    from tonnage.api import open_checkpoint, plan_checkpoint
     from tonnage.errors import CheckpointError, Problem
-    from tonnage.placement import place
     from tonnage.prepare.request import prepare_placement
+    from tonnage.profile import Profile
+    from tonnage.report.documents import plan_document
 
     checkpoint = open_checkpoint(source)
     if checkpoint.headers is None:
         raise CheckpointError(Problem(where=source, what="no weights to prepare", expected="safetensors files"))
-    assignment = checkpoint.assignment
-    if request.convert == "mxfp8":
-        assignment = convert_to_mxfp8(assignment)
-    placement = place(assignment, request.topology, find_engine(request.engine))
+    plan = plan_checkpoint(checkpoint, request)
+    assert plan.placement is not None  # the exact estimator has one
     return prepare_placement(
-        placement, Path(source), output, options, headers=checkpoint.headers, digest=checkpoint.digest
+        plan.placement,
+        Path(source),
+        output,
+        options,
+        headers=checkpoint.headers,
+        digest=checkpoint.digest,
+        plan=plan_document(checkpoint, request, plan, Profile(), suggestions=()),
     )
 
 
@@ -199,12 +210,7 @@ def _system_errors(output: Path) -> Iterator[None]:
 
 def _emit_dry_run(preparation: Preparation, *, force: bool, as_json: bool) -> None:
     """Say what would be written; refuse what a run would refuse: another's files, no room for ours."""
-    from tonnage.prepare.checks import (
-        ASSUMED_BYTES_PER_SECOND,
-        check_memory,
-        disk_free_bytes,
-        disk_needed_bytes,
-    )
+    from tonnage.prepare.checks import ASSUMED_BYTES_PER_SECOND, disk_free_bytes, disk_needed_bytes
     from tonnage.prepare.resume import check_output
 
     survey, output = preparation.survey, preparation.setup.output
@@ -241,7 +247,6 @@ def _emit_dry_run(preparation: Preparation, *, force: bool, as_json: bool) -> No
         emit(f"time: about {seconds:.0f} s, at an assumed {ASSUMED_BYTES_PER_SECOND // 10**6} MB/s written")
         emit("nothing was written (--dry-run)")
     check_output(preparation, force=force)
-    check_memory(preparation.memory_bytes, preparation.workers)
 
 
 def _emit_summary(preparation: Preparation, summary: Summary) -> None:

@@ -13,7 +13,7 @@ from tonnage.checkpoint.header_check import PREFIX_BYTES
 from tonnage.checkpoint.headers import header_end, parse_header
 from tonnage.errors import CheckpointError, Problem
 from tonnage.prepare.io import PrepareError, opened_regular, read_into
-from tonnage.prepare.jobs import Job, OutputFile, WholeFile
+from tonnage.prepare.jobs import Job, OutputFile, Work
 from tonnage.prepare.layout import header_bytes
 from tonnage.prepare.output_dir import path_within
 
@@ -141,26 +141,34 @@ def is_as_planned(file: WrittenFile, planned: OutputSize) -> bool:
     """Whether the record of a file says what was planned, and has a digest."""
     recorded = (file.path, file.rank, file.payload_bytes, file.file_bytes)
     wanted = (planned.path, planned.rank, planned.payload_bytes, planned.file_bytes)
-    return recorded == wanted and _DIGEST.fullmatch(file.digest) is not None
+    return recorded == wanted and is_digest(file.digest)
 
 
-def is_recorded(record: JobRecord, planned: TaskSize, work: Job | WholeFile) -> bool:
-    """Whether a record names the files and the converted tensors of its task, all of them and no others."""
+def is_digest(text: str | None) -> bool:
+    """Whether a text is a digest as it is recorded."""
+    return text is not None and _DIGEST.fullmatch(text) is not None
+
+
+def is_recorded(record: JobRecord, planned: TaskSize, work: Work) -> bool:
+    """Whether a record names files, converted tensors and source file of its task, all of them and no others."""
+    digested = [] if planned.digested_bytes is None else [(planned.source, planned.digested_bytes)]
     return (
         len(record.files) == len(planned.outputs)
         and all(map(is_as_planned, record.files, planned.outputs))
         and [(tensor.tensor, tensor.elements) for tensor in record.converted] == converted_tensors(work)
+        and [(source.name, source.nbytes) for source in record.sources] == digested
+        and all(is_digest(source.digest) for source in record.sources)
     )
 
 
-def converted_tensors(work: Job | WholeFile) -> list[tuple[str, int]]:
+def converted_tensors(work: Work) -> list[tuple[str, int]]:
     """Return the tensors a task converts, with their elements."""
-    if isinstance(work, WholeFile):
+    if not isinstance(work, Job):
         return []
     return [(step.source.name, prod(step.source.shape)) for step in work.steps if step.convert]
 
 
-def is_written(output: Path, planned: TaskSize, work: Job | WholeFile) -> bool:
+def is_written(output: Path, planned: TaskSize, work: Work) -> bool:
     """Whether the files of a task are there, of their size, with their headers."""
     try:
         check_sizes(output, planned.outputs)

@@ -170,6 +170,21 @@ class WholeFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """A file of the checkpoint whose digest is taken; nothing is written.
+
+    Attributes:
+        name: Plain file name.
+    """
+
+    name: str
+
+
+Work = Job | WholeFile | SourceFile
+"""What a task does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """Everything a preparation does.
 

@@ -112,6 +112,21 @@ class ConvertedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceDigest:
+    """A file of the checkpoint as it was when it was read.
+
+    Attributes:
+        name: Plain file name.
+        nbytes: Size.
+        digest: Of the whole file; ``None`` if it was not taken.
+    """
+
+    name: str
+    nbytes: int
+    digest: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
     """A finished job.
 
@@ -120,12 +135,14 @@ class JobRecord:
         files: Its outputs, in order.
         converted: Its converted tensors, in order of steps.
         seconds: How long it took.
+        sources: The source file whose digest it took, if that was the job.
     """
 
     job: int
     files: tuple[WrittenFile, ...]
     converted: tuple[ConvertedTensor, ...]
     seconds: float
+    sources: tuple[SourceDigest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +173,7 @@ def read_outputs(raw: bytes) -> dict[str, int]:
     """Return what a list says; one that cannot be read names nothing."""
     try:
         found = msgspec.json.decode(raw, type=OutputList)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
     return found.file_bytes if found.schema == OUTPUTS_SCHEMA else {}
 
@@ -213,7 +230,7 @@ def read_journal(raw: bytes, *, where: str) -> tuple[Identity, tuple[JobRecord, 
     try:
         identity = msgspec.json.decode(lines[0] if lines else b"", type=Identity)
         records = tuple(msgspec.json.decode(line, type=JobRecord) for line in lines[1:])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PrepareError(Problem(where=where, what=f"damaged journal; {_START_OVER}", found=str(error))) from error
     return identity, records, sum(map(len, lines))
 

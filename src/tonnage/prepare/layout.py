@@ -34,9 +34,10 @@ _NEVER = (
     ".pickle",
     ".safetensors",
     ".index.json",
-    "prepare.json",
 )
-"""Code, weights, pickles, indexes; and what an earlier preparation said of itself."""
+"""Code, weights, pickles, indexes."""
+_OF_OUTPUTS = frozenset({"prepare.json", "manifest.json", "plan.json", "provenance.json"})
+"""What an earlier preparation or package says of itself."""
 _PREFIX_BYTES = 8
 _HEADER_MULTIPLE = 8
 _WHOLE = "0"
@@ -138,6 +139,7 @@ def choose_side_files(sizes: Mapping[str, int]) -> tuple[str, ...]:
         for name, nbytes in sorted(sizes.items())
         if (name.endswith(_SIDE_SUFFIXES) or name.startswith(_SIDE_PREFIXES))
         and not name.endswith(_NEVER)
+        and name not in _OF_OUTPUTS
         and not name.startswith(".")
         and nbytes <= SIDE_FILE_BYTES
         and is_plain_file_name(name)

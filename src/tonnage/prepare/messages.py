@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tonnage.errors import Problem
 from tonnage.prepare.io import FileFacts, Hash
-from tonnage.prepare.jobs import Job, ScaleRule, WholeFile
+from tonnage.prepare.jobs import Job, ScaleRule, WholeFile, Work
 
 WINDOW_BYTES = 2 << 20
 """Read, hashed and written while it is still in the cache of a core; larger windows were slower."""
@@ -42,29 +42,31 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A job, or a file that comes along whole.
+    """A job, a file that comes along whole, or a source file whose digest is taken.
 
     Attributes:
-        number: Position among jobs, then whole files; names it in the journal.
-        work: What is written.
+        number: As :attr:`tonnage.prepare.survey.TaskSize.number`.
+        work: What is done.
         source: The source file as planned; ``None`` if the content is at hand.
         headers: First bytes of every output of a job.
     """
 
     number: int
-    work: Job | WholeFile
+    work: Work
     source: FileFacts | None
     headers: tuple[bytes, ...] = ()
 
     @property
     def title(self) -> str:
         """Number and file, as messages name it."""
-        return f"job {self.number} ({self.work.source_file if isinstance(self.work, Job) else self.work.path})"
+        if isinstance(self.work, Job):
+            return f"job {self.number} ({self.work.source_file})"
+        return f"job {self.number} ({self.work.path if isinstance(self.work, WholeFile) else self.work.name})"
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """So many more payload bytes are written."""
+    """So many more payload bytes are written, or read for the digest of a source file."""
 
     nbytes: int
 

@@ -31,6 +31,9 @@ STATE_FILES = frozenset({LOCK_FILE, JOURNAL_FILE, OUTPUTS_FILE})
 SUMMARY = "prepare.json"
 """Written last: where it is, the preparation is complete."""
 
+PACKAGE_FILES = ("manifest.json", "model.sig")
+"""What a signed package has instead of a summary."""
+
 LOCK_WAIT_SECONDS = 30
 _MOST_NAMED = 10
 _PARTIAL_NAME = re.compile(rf"\.(.+)\.(?:job-\d+|whole){re.escape(PARTIAL)}", re.DOTALL)
@@ -82,6 +85,11 @@ def make_parents(root: Path, relative: str) -> Path:
             parent.mkdir(exist_ok=True)
         sync_directory(parent.parent)
     return path
+
+
+def is_package(directory: Path) -> bool:
+    """Whether a directory is a finished package, as export makes one of a complete preparation."""
+    return all(os.path.lexists(directory / name) for name in PACKAGE_FILES) and not os.path.lexists(directory / SUMMARY)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from tonnage.checkpoint.io import read_checkpoint_headers
 from tonnage.errors import CheckpointError, Problem
 from tonnage.formats.dtypes import DTYPE_BITS
 from tonnage.formats.exl3_v1_names import DIALECTS
+from tonnage.prepare.output_dir import STATE, SUMMARY, is_package
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -123,7 +124,8 @@ def open_rank(path: str | Path, rank: int, *, tp: int | None = None) -> RankView
     """Return the tensors of one rank of a prepared directory.
 
     Args:
-        path: What ``prepare`` wrote, the directory of one rank in it, or an unsharded checkpoint with the one rank 0.
+        path: What ``prepare`` wrote, or a package made of it, the directory of one rank in it, or an unsharded
+            checkpoint with the one rank 0.
         rank: Global rank.
         tp: Which tensor-parallel size, where several were prepared into one directory.
 
@@ -132,8 +134,8 @@ def open_rank(path: str | Path, rank: int, *, tp: int | None = None) -> RankView
     """
     directory = _rank_directory(Path(path), rank, tp)
     _check_complete(Path(path), directory)
-    layer_files = _layer_files(directory)
-    headers = read_checkpoint_headers(directory, also=layer_files)
+    beside = layer_files(directory)
+    headers = read_checkpoint_headers(directory, also=beside)
     tensors: dict[str, TensorView] = {}
     metadata: dict[str, str] = {}
     for shard in headers.shards:
@@ -141,7 +143,7 @@ def open_rank(path: str | Path, rank: int, *, tp: int | None = None) -> RankView
         if found.get("rank", "0") != str(rank):
             raise _refusal(shard.shard_file, "is of another rank", str(rank), found.get("rank", "0"))
         metadata |= {key: found[key] for key in _OF_RANK if key in found}
-        prefix = f"{shard.shard_file.removesuffix('.safetensors')}/" if shard.shard_file in layer_files else ""
+        prefix = f"{shard.shard_file.removesuffix('.safetensors')}/" if shard.shard_file in beside else ""
         tensors.update((prefix + view.name, view) for view in _views(shard))
     return RankView(directory, tensors, metadata)
 
@@ -160,26 +162,33 @@ def _rank_directory(path: Path, rank: int, tp: int | None) -> Path:
 
 
 def _check_complete(path: Path, directory: Path) -> None:
-    """Refuse a preparation that was interrupted: ``prepare.json`` is written last, ``.prepare`` is gone by then."""
+    """Refuse a preparation that was interrupted: ``prepare.json`` is written last, ``.prepare`` is gone by then.
+
+    In a package the manifest and the signature stand for it.
+    """
     for above in {path, directory, *directory.parents[:3]}:
-        if (above / ".prepare").exists() and not (above / "prepare.json").exists():
-            raise _refusal(str(above), "preparation is not complete", "prepare.json", "only .prepare")
-    if directory != path and not (path / "prepare.json").exists():
-        raise _refusal(str(path), "preparation is not complete", "prepare.json", "no such file")
+        if (above / STATE).exists() and not (above / SUMMARY).exists():
+            raise _refusal(str(above), "preparation is not complete", SUMMARY, f"only {STATE}")
+    if directory != path and not (path / SUMMARY).exists() and not is_package(path):
+        raise _refusal(str(path), "preparation is not complete", f"{SUMMARY}, or a signed package", "no such file")
 
 
 def _holds_tensors(path: Path) -> bool:
     return any(path.glob("*.safetensors"))
 
 
-def _layer_files(directory: Path) -> tuple[str, ...]:
+def layer_files(directory: Path) -> tuple[str, ...]:
     """Return the layer files of a container, which no index names."""
-    prefixes = tuple(dialect.layer_prefix for dialect in DIALECTS)
-    return tuple(sorted(file.name for file in directory.glob("*.safetensors") if file.name.startswith(prefixes)))
+    return tuple(sorted(file.name for file in directory.glob("*.safetensors") if is_layer_file(file.name)))
+
+
+def is_layer_file(name: str) -> bool:
+    """Whether a safetensors file of this name is a layer of a container."""
+    return name.startswith(tuple(dialect.layer_prefix for dialect in DIALECTS))
 
 
 def _views(shard: ShardHeader) -> Iterator[TensorView]:
-    cuts = _cuts(shard)
+    cuts = cuts_of(shard)
     for entry, cut in zip(shard.entries(), cuts, strict=True):
         yield TensorView(
             file=shard.shard_file,
@@ -192,7 +201,7 @@ def _views(shard: ShardHeader) -> Iterator[TensorView]:
         )
 
 
-def _cuts(shard: ShardHeader) -> tuple[Cut | None, ...]:
+def cuts_of(shard: ShardHeader) -> tuple[Cut | None, ...]:
     """Return what the metadata says of every tensor, in payload order.
 
     Raises:

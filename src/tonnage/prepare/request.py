@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tonnage.checkpoint.io import CheckpointHeaders, digest_headers
 from tonnage.errors import Problem
@@ -31,6 +32,7 @@ class PrepareOptions:
         scale_rule: Of converted tensors.
         nonfinite: Whether NaN and infinity are refused in converted tensors.
         hash: Which digests.
+        source_digests: Whether the digest of every source file is taken; no written byte depends on it.
         ranks: Global ranks to write; all if not given.
         workers: Processes; one per core if not given.
         window_bytes: Most that a worker reads at once.
@@ -42,13 +44,14 @@ class PrepareOptions:
     scale_rule: ScaleRule = "rceil"
     nonfinite: Literal["refuse", "keep"] = "refuse"
     hash: Hash = "blake3"
+    source_digests: bool = True
     ranks: tuple[int, ...] | None = None
     workers: int | None = None
     window_bytes: int = WINDOW_BYTES
     job_bytes: int | None = None
 
 
-def prepare_placement(
+def prepare_placement(  # noqa: PLR0913 - the values of all earlier stages
     placement: Placement,
     source: Path,
     output: Path,
@@ -56,6 +59,7 @@ def prepare_placement(
     *,
     headers: CheckpointHeaders,
     digest: str,
+    plan: Mapping[str, Any] | None = None,
 ) -> Preparation:
     """Return the preparation of a placement; nothing is written.
 
@@ -66,12 +70,14 @@ def prepare_placement(
         options: How.
         headers: Those the placement was made from.
         digest: Of these headers.
+        plan: The document of the plan of this placement, for the summary.
 
     Raises:
         PlacementError: A tensor cannot be cut as planned.
         CheckpointError: The headers are not those of the placement.
         PrepareError: The checkpoint changed, or the destination cannot be one.
     """
+    side_files = choose_side_files(_file_sizes(source))
     schedule = make_schedule(
         placement,
         headers.shards,
@@ -79,7 +85,7 @@ def prepare_placement(
         ranks=options.ranks,
         scale_rule=options.scale_rule,
         quant_style=options.quant_style,
-        side_files=choose_side_files(_file_sizes(source)),
+        side_files=side_files,
         job_bytes=options.job_bytes,
     )
     setup = Setup(
@@ -111,7 +117,16 @@ def prepare_placement(
         )
 
     planned = {rank: _planned_bytes(placement, rank, options.layout) for rank in schedule.ranks}
-    preparation = make_preparation(schedule, setup, identity, planned_bytes=planned, workers=options.workers)
+    preparation = make_preparation(
+        schedule,
+        setup,
+        identity,
+        planned_bytes=planned,
+        side_files=side_files,
+        source_digests=options.source_digests,
+        workers=options.workers,
+        plan=plan,
+    )
     _check_unchanged(source, headers, digest)
     return preparation
 

@@ -44,6 +44,7 @@ from tonnage.prepare.output_dir import (
     check_foreign,
     check_state,
     find_partials,
+    is_package,
     is_still,
     locked,
     make_parents,
@@ -136,7 +137,8 @@ def completed(preparation: Preparation) -> Summary | None:
         converted += converted_tensors(task.work)
         if not is_written(output, survey.tasks[task.number], task.work):
             unlike.append(task.title)
-    check_summary(summary, survey.outputs, preparation.planned_bytes, converted, where=str(output / SUMMARY))
+    where = str(output / SUMMARY)
+    check_summary(summary, survey.outputs, preparation.planned_bytes, converted, plan=preparation.plan, where=where)
     if unlike:
         what = f"complete, but the files of {unlike[0]} are not as written; --force starts over"
         raise PrepareError(Problem(where=str(output), what=what))
@@ -197,7 +199,10 @@ def find_standpoint(preparation: Preparation, *, force: bool) -> Standpoint:
 
 
 def _check_strangers(output: Path) -> None:
-    """Refuse, before there is a lock, a directory that plainly is none of a preparation."""
+    """Refuse, before there is a lock, a directory that plainly is none of a preparation, or is one no more."""
+    if is_package(output):
+        expected, found = "a new or an empty directory", "manifest.json and model.sig"
+        raise PrepareError(Problem(where=str(output), what="a finished package", expected=expected, found=found))
     check_state(output)
     if not os.path.lexists(output / STATE) and not os.path.lexists(output / SUMMARY):
         check_foreign(output, ())

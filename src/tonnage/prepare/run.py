@@ -7,19 +7,20 @@ summary, it is complete and nothing is done.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from tonnage.prepare.checks import check_headers, check_sizes
 from tonnage.prepare.io import new_digest, write_whole
 from tonnage.prepare.jobs import Job
-from tonnage.prepare.journal import JobRecord, WrittenFile
+from tonnage.prepare.journal import JobRecord, SourceDigest, WrittenFile
 from tonnage.prepare.messages import Progress
 from tonnage.prepare.output_dir import SUMMARY, path_within, remove_partials
 from tonnage.prepare.pool import Worker, run_tasks, started
 from tonnage.prepare.preparation import Preparation, make_tasks
 from tonnage.prepare.resume import begin, check_held, completed, held
 from tonnage.prepare.summary import RankSummary, Summary, check_bytes, summary_bytes
+from tonnage.prepare.survey import in_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +28,10 @@ class Standing:
     """How far a preparation is.
 
     Attributes:
-        done_bytes: Written, those of earlier runs included.
-        total_bytes: To be written in all.
+        done_bytes: Written, or read for the digest of a source file, those of earlier runs included.
+        total_bytes: To be written and digested in all.
         resumed_bytes: Of the bytes done, those of earlier runs.
-        tasks_done: Jobs and whole files.
+        tasks_done: Jobs, whole files and digests.
         tasks: In all.
     """
 
@@ -96,13 +97,13 @@ def _work(
     on_progress: Callable[[Standing], None],
     workers: list[Worker],
 ) -> Iterator[JobRecord]:
-    """Do what is left, largest first, and yield records of what was read back and found to be as planned."""
+    """Do what is left and yield records of what was read back and found to be as planned."""
     sizes = preparation.survey.tasks
-    left = sorted((size for size in sizes if size.number not in records), key=lambda size: -size.written_bytes)
-    resumed = preparation.survey.written_bytes - sum(size.written_bytes for size in left)
+    left = in_order(size for size in sizes if size.number not in records)
+    resumed = preparation.survey.progress_bytes - sum(size.progress_bytes for size in left)
     standing = Standing(
         done_bytes=resumed,
-        total_bytes=preparation.survey.written_bytes,
+        total_bytes=preparation.survey.progress_bytes,
         resumed_bytes=resumed,
         tasks_done=len(records),
         tasks=len(sizes),
@@ -143,7 +144,23 @@ def _summary(preparation: Preparation, records: dict[int, JobRecord], seconds: f
             for rank in preparation.schedule.ranks
         ),
         files=tuple(by_rank.get(None, ())),
+        sources=_sources(preparation, ordered),
+        plan=preparation.plan,
         converted=tuple(tensor for record in ordered for tensor in record.converted),
         seconds=seconds,
         worker_seconds=sum(record.seconds for record in ordered),
+    )
+
+
+def _sources(preparation: Preparation, records: Iterable[JobRecord]) -> tuple[SourceDigest, ...]:
+    """Return every source file; the digest of one that came along whole is that of what was written."""
+    digests: dict[str | None, str | None] = {}
+    for record in records:
+        task = preparation.survey.tasks[record.job]
+        if task.outputs and task.outputs[0].rank is None:
+            digests[task.source] = record.files[0].digest
+        digests.update((source.name, source.digest) for source in record.sources)
+    return tuple(
+        SourceDigest(name=facts.name, nbytes=facts.nbytes, digest=digests.get(facts.name))
+        for facts in preparation.identity.sources
     )

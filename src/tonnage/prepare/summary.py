@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
 from tonnage.errors import Problem
-from tonnage.prepare.checks import is_as_planned
+from tonnage.prepare.checks import is_as_planned, is_digest
 from tonnage.prepare.io import PrepareError
-from tonnage.prepare.journal import ConvertedTensor, Identity, WrittenFile
+from tonnage.prepare.journal import ConvertedTensor, Identity, SourceDigest, WrittenFile
 from tonnage.prepare.survey import OutputSize
 from tonnage.version import __version__
 
@@ -46,6 +47,9 @@ class Summary:
         identity: What the written bytes depend on.
         ranks: In order.
         files: Whole files, of all ranks.
+        sources: Every file of the source that was read, by name, with its digest; none in a document of a version that
+            took no digests.
+        plan: The document of the plan (``tonnage.plan/1``) that was followed, if it was handed in.
         converted: Converted tensors with their error.
         seconds: Wall clock of the run that completed it.
         worker_seconds: Of all jobs, those of earlier runs included.
@@ -57,6 +61,8 @@ class Summary:
     identity: Identity
     ranks: tuple[RankSummary, ...]
     files: tuple[WrittenFile, ...]
+    sources: tuple[SourceDigest, ...] = ()
+    plan: Mapping[str, Any] | None = None
     converted: tuple[ConvertedTensor, ...]
     seconds: float
     worker_seconds: float
@@ -65,6 +71,22 @@ class Summary:
     def written(self) -> tuple[WrittenFile, ...]:
         """All files."""
         return (*(file for rank in self.ranks for file in rank.files), *self.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlannedRank:
+    """What the document of a plan says of a rank's weights."""
+
+    rank: int
+    weights_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlanDocument:
+    """The part of a plan's document that a preparation is held to."""
+
+    schema: Literal["tonnage.plan/1"]
+    ranks: tuple[_PlannedRank, ...]
 
 
 def summary_bytes(summary: Summary) -> bytes:
@@ -80,7 +102,7 @@ def read_summary(raw: bytes, *, where: str) -> Summary:
     """
     try:
         return msgspec.json.decode(raw, type=Summary)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PrepareError(
             Problem(where=where, what="not the summary of a preparation; move it away", found=str(error))
         ) from error
@@ -92,21 +114,26 @@ def check_summary(
     planned_bytes: Mapping[int, int],
     converted: Iterable[tuple[str, int]],
     *,
+    plan: Mapping[str, Any] | None,
     where: str,
 ) -> None:
-    """Refuse a summary that says anything else than was planned.
+    """Refuse a summary that says anything else than was planned; what it says nothing of is not missed.
 
     Args:
         summary: Of the same identity.
         outputs: Every planned file.
         planned_bytes: Weight bytes by rank, in order.
         converted: Planned converted tensors with their elements.
+        plan: The document of the plan. Only bytes are compared: names of a checkpoint and words of a version change.
         where: It was found.
 
     Raises:
         PrepareError: Naming everything that differs.
     """
     problems = _byte_differences(summary, outputs, planned_bytes, where)
+    problems += _source_differences(summary, where)
+    if plan is not None and summary.plan is not None and _weights(summary.plan) != _weights(plan):
+        problems.append(_difference(where, "plan", "the weights_bytes of every rank", "others, or none"))
     found = sorted((tensor.tensor, tensor.elements) for tensor in summary.converted)
     if found != (wanted := sorted(converted)):
         names = sorted({name for name, _ in set(found) ^ set(wanted)}) or ["a tensor more than once"]
@@ -169,6 +196,26 @@ def _rank_differences(
         found = (rank.planned_bytes, rank.payload_bytes, rank.file_bytes)
         if found != wanted:
             yield _difference(where, f"bytes of rank {rank.rank}", str(wanted), str(found))
+
+
+def _source_differences(summary: Summary, where: str) -> Iterator[Problem]:
+    """Compare with the files of the identity, which is that of the preparation."""
+    if not summary.sources:
+        return
+    wanted = [(facts.name, facts.nbytes) for facts in summary.identity.sources]
+    if [(source.name, source.nbytes) for source in summary.sources] != wanted:
+        yield _difference(where, "sources", f"{len(wanted)} files", "others, or other sizes")
+    for source in summary.sources:
+        if source.digest is not None and not is_digest(source.digest):
+            yield _difference(where, f"source {source.name}", "a digest, or null", source.digest)
+
+
+def _weights(plan: Mapping[str, Any]) -> tuple[_PlannedRank, ...] | None:
+    """Return the weight bytes of every rank; ``None`` if this is no plan."""
+    try:
+        return msgspec.convert(plan, _PlanDocument).ranks
+    except msgspec.ValidationError:
+        return None
 
 
 def _said(file: OutputSize | WrittenFile) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -41,24 +41,31 @@ class OutputSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSize:
-    """What a task writes.
+    """What a task writes, or reads for a digest.
 
     Attributes:
-        number: Position among jobs, then whole files; names it in the journal.
+        number: Position among jobs, then whole files, then source files; names it in the journal.
         source: Plain name of the file it reads; ``None`` if it reads none.
         outputs: Its files.
         largest_scales: Bytes of the scales of its largest converted tensor; zero if it converts nothing.
+        digested_bytes: Size of the source file whose digest it takes; ``None`` if it takes none.
     """
 
     number: int
     source: str | None
     outputs: tuple[OutputSize, ...]
     largest_scales: int = 0
+    digested_bytes: int | None = None
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of progress: payload of tensors, the whole of other files."""
+        """Bytes written: payload of tensors, the whole of other files."""
         return sum(output.file_bytes if output.rank is None else output.payload_bytes for output in self.outputs)
+
+    @property
+    def progress_bytes(self) -> int:
+        """Bytes of progress: written, or read for a digest."""
+        return self.written_bytes + (self.digested_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +73,7 @@ class Survey:
     """A schedule's sizes.
 
     Attributes:
-        tasks: Jobs, then whole files, by number.
+        tasks: Jobs, then whole files, then source files whose digest is taken, by number.
         digest: SHA-256 of the schedule: equal only if every byte has the same place.
     """
 
@@ -80,8 +87,13 @@ class Survey:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of progress of all tasks."""
+        """Bytes written by all tasks."""
         return sum(task.written_bytes for task in self.tasks)
+
+    @property
+    def progress_bytes(self) -> int:
+        """Bytes of progress of all tasks."""
+        return sum(task.progress_bytes for task in self.tasks)
 
     def payload_bytes(self, rank: int) -> int:
         """Bytes of tensors a rank gets."""
@@ -114,6 +126,41 @@ def survey_schedule(schedule: Schedule, whole_bytes: Mapping[str, int]) -> Surve
     _add(digest, msgspec.json.encode((schedule.ranks, schedule.scale_rule)))
     _check_paths(tasks)
     return Survey(tasks=tuple(tasks), digest=digest.hexdigest())
+
+
+def with_digests(survey: Survey, source_bytes: Mapping[str, int]) -> Survey:
+    """Return a survey with a task more for the digest of every one of these source files.
+
+    The digest of the schedule stays: what is written does not depend on what is hashed besides.
+    """
+    tasks = tuple(
+        TaskSize(number=number, source=name, outputs=(), digested_bytes=nbytes)
+        for number, (name, nbytes) in enumerate(sorted(source_bytes.items()), start=len(survey.tasks))
+    )
+    return replace(survey, tasks=survey.tasks + tasks)
+
+
+def in_order(tasks: Iterable[TaskSize]) -> list[TaskSize]:
+    """Return tasks in the order they are begun: the larger first, so that the workers end together.
+
+    Sizes count by powers of two only, so that jobs of one file stay together while its pages are in memory; the digest
+    of a file is taken right before the first of them.
+    """
+    tasks = list(tasks)
+    first: dict[str | None, tuple[int, int]] = {}
+    for task in tasks:
+        if task.digested_bytes is None:
+            first[task.source] = min(_place(task), first.get(task.source, _place(task)))
+
+    def place(task: TaskSize) -> tuple[tuple[int, int], bool]:
+        jobs = None if task.digested_bytes is None else first.get(task.source)
+        return jobs or _place(task), task.digested_bytes is None
+
+    return sorted(tasks, key=place)
+
+
+def _place(task: TaskSize) -> tuple[int, int]:
+    return -task.progress_bytes.bit_length(), task.number
 
 
 def _add(digest: hashlib._Hash, part: bytes) -> None:

@@ -19,31 +19,32 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tonnage.errors import Problem, TonnageError
 from tonnage.prepare.io import RESUME, NewFile, PrepareError, new_digest, opened_source, read_into, sync_directory
-from tonnage.prepare.jobs import Job, OutputFile, Step, WholeFile
-from tonnage.prepare.journal import ConvertedTensor, JobRecord, WrittenFile
+from tonnage.prepare.jobs import Job, OutputFile, SourceFile, Step, WholeFile
+from tonnage.prepare.journal import ConvertedTensor, JobRecord, SourceDigest, WrittenFile
 from tonnage.prepare.messages import BUG_STATUS, GONE_STATUS, Progress, Refused, Setup, Task
 from tonnage.prepare.output_dir import make_parents
 from tonnage.prepare.stream import Outputs, Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
 
+    from tonnage.prepare.io import FileFacts
     from tonnage.prepare.mxfp8 import SourceDtype
 
 _REPORT_SECONDS = 0.1
 
 
 def run_task(task: Task, setup: Setup, on_bytes: Callable[[int], None]) -> JobRecord:
-    """Write the files of a task under temporary names, sync them, and give them their final names.
+    """Write the files of a task under temporary names, sync them, and give them their final names; or hash a source.
 
     Args:
-        task: A job, or a whole file.
+        task: A job, a whole file, or a source file.
         setup: What holds for all tasks.
-        on_bytes: Called with the number of payload bytes written, many times.
+        on_bytes: Called with the number of payload bytes written, or read for a digest, many times.
 
     Returns:
         What was written, with digests.
@@ -55,6 +56,10 @@ def run_task(task: Task, setup: Setup, on_bytes: Callable[[int], None]) -> JobRe
     begin = time.monotonic()
     files: tuple[_Written, ...]
     converted: tuple[ConvertedTensor, ...]
+    if isinstance(task.work, SourceFile):
+        source = _digest_source(task, setup, on_bytes)
+        seconds = time.monotonic() - begin
+        return JobRecord(job=task.number, files=(), converted=(), seconds=seconds, sources=(source,))
     with ExitStack() as stack:
         if isinstance(task.work, WholeFile):
             files, converted = _write_whole(task, task.work, setup, stack, on_bytes), ()
@@ -156,15 +161,31 @@ def _write_whole(
         file.write(memoryview(whole.content))
         on_bytes(nbytes)
     else:
-        window = memoryview(bytearray(min(nbytes, setup.window_bytes)))
-        with opened_source(setup.source, task.source) as descriptor:
-            while file.position < nbytes:
-                piece = window[: nbytes - file.position]
-                read_into(descriptor, piece, file.position, where=task.source.name)
-                file.write(piece)
-                on_bytes(len(piece))
+        for piece in _read_through(task.source, setup):
+            file.write(piece)
+            on_bytes(len(piece))
     record = WrittenFile(path=whole.path, rank=None, payload_bytes=0, file_bytes=nbytes, digest=file.hexdigest())
     return ((file, record),)
+
+
+def _digest_source(task: Task, setup: Setup, on_bytes: Callable[[int], None]) -> SourceDigest:
+    """Return the digest of a whole source file."""
+    assert task.source is not None
+    digest = new_digest(setup.hash)
+    for piece in _read_through(task.source, setup):
+        digest.update(piece)
+        on_bytes(len(piece))
+    return SourceDigest(name=task.source.name, nbytes=task.source.nbytes, digest=digest.hexdigest())
+
+
+def _read_through(source: FileFacts, setup: Setup) -> Iterator[memoryview]:
+    """Yield a source file from front to back; every piece is valid until the next."""
+    window = memoryview(bytearray(min(source.nbytes, setup.window_bytes)))
+    with opened_source(setup.source, source) as descriptor:
+        for begin in range(0, source.nbytes, setup.window_bytes):
+            piece = window[: source.nbytes - begin]
+            read_into(descriptor, piece, begin, where=source.name)
+            yield piece
 
 
 # --- the process ----------------------------------------------------------------------------------------------------

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tonnage.memory.supply import Gpu
     from tonnage.plan import Plan, RankLedger
 
+_NUMBERS = ("bytes", "GiB", "MiB", "tensors", "nominal GB", "planned", "bound", "measured", "difference")
+"""What the heads of columns of numbers end with."""
+
 
 def render(table: RenderableType, *, width: int | None = None) -> str:
     """Return a table as text: as wide as the terminal, or 110 columns where there is none."""
@@ -71,31 +74,31 @@ def inspect_table(checkpoint: Checkpoint, inspection: Inspection) -> RenderableT
 
 def families_table(families: Mapping[str, Mapping[str, object]]) -> RenderableType:
     """Return the known model families."""
-    table = _table("family", "model_type", "models")
+    table = new_table("family", "model_type", "models")
     for name, facts in families.items():
         types = facts["model_types"]
-        _add(table, name, ", ".join(types) if isinstance(types, list) else "", str(facts.get("title", "")))
+        add_row(table, name, ", ".join(types) if isinstance(types, list) else "", str(facts.get("title", "")))
     return table
 
 
 def gpus_table(rows: Sequence[tuple[Gpu, int, str]]) -> RenderableType:
     """Return the known GPUs with what a process can use and how that is known."""
-    table = _table("name", "GPU", "nominal GB", "usable GiB", "basis")
+    table = new_table("name", "GPU", "nominal GB", "usable GiB", "basis")
     for gpu, nbytes, basis in rows:
-        _add(table, gpu.slug, gpu.name, str(gpu.nominal_gb), gib(nbytes, digits=2), basis)
+        add_row(table, gpu.slug, gpu.name, str(gpu.nominal_gb), gib(nbytes, digits=2), basis)
     return table
 
 
 def _ledger(ledger: RankLedger) -> Table:
     unit, short = unit_for(ledger.fixed_bytes)
-    table = _table(f"rank {ledger.rank}", "bytes", unit, "basis", "source")
+    table = new_table(f"rank {ledger.rank}", "bytes", unit, "basis", "source")
     for line in ledger.lines:
-        _add(table, line.component, f"{line.nbytes:,}", short(line.nbytes), line.basis, line.source)
+        add_row(table, line.component, f"{line.nbytes:,}", short(line.nbytes), line.basis, line.source)
         if line.bound_nbytes > line.nbytes:
-            _add(table, "  bound", f"{line.bound_nbytes:,}", short(line.bound_nbytes), "", "")
+            add_row(table, "  bound", f"{line.bound_nbytes:,}", short(line.bound_nbytes), "", "")
     table.add_section()
-    _add(table, "weights", f"{ledger.weights_bytes:,}", short(ledger.weights_bytes), "", "")
-    _add(table, "fixed", f"{ledger.fixed_bytes:,}", short(ledger.fixed_bytes), "", "")
+    add_row(table, "weights", f"{ledger.weights_bytes:,}", short(ledger.weights_bytes), "", "")
+    add_row(table, "fixed", f"{ledger.fixed_bytes:,}", short(ledger.fixed_bytes), "", "")
     return table
 
 
@@ -103,14 +106,14 @@ def _remarks(plan: Plan, kind: str) -> RenderableType:
     """Return the remarks of one kind that matter, and the sum of those that do not."""
     unit, text = unit_for(plan.ranks[plan.binding_rank].fixed_bytes)
     least, small = (MIB, 0) if unit == "GiB" else (MIB // 16, 0)
-    table = _table(kind, unit, "why")
+    table = new_table(kind, unit, "why")
     for remark in plan.remarks:
         if remark.kind == kind and remark.nbytes >= least:
-            _add(table, remark.role, text(remark.nbytes), remark.why)
+            add_row(table, remark.role, text(remark.nbytes), remark.why)
         elif remark.kind == kind:
             small += remark.nbytes
     if small:
-        _add(table, "others", text(small), f"{small:,} bytes in small pieces, listed by --json")
+        add_row(table, "others", text(small), f"{small:,} bytes in small pieces, listed by --json")
     return table
 
 
@@ -156,20 +159,21 @@ def _verdict(plan: Plan, suggestions: Sequence[str]) -> Text:
 
 def _sums(title: str, rows: Sequence[tuple[str, Sum]]) -> Table:
     unit, text = unit_for(sum(total.nbytes for _, total in rows))
-    table = _table(title, "tensors", "bytes", unit)
+    table = new_table(title, "tensors", "bytes", unit)
     for name, total in rows:
-        _add(table, name, f"{total.tensors:,}", f"{total.nbytes:,}", text(total.nbytes))
+        add_row(table, name, f"{total.tensors:,}", f"{total.nbytes:,}", text(total.nbytes))
     return table
 
 
-def _add(table: Table, *cells: str) -> None:
+def add_row(table: Table, *cells: str) -> None:
     """Add a row of plain text: nothing in it is markup, whoever wrote it."""
     table.add_row(*map(Text, cells))
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
+    """Return an empty table; columns of numbers are aligned to the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
-        number = column in ("bytes", "GiB", "MiB", "tensors", "nominal GB", "usable GiB")
+        number = column.endswith(_NUMBERS)
         table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
     return table

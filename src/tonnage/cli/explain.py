@@ -1,0 +1,50 @@
+"""``tonnage explain``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tonnage.cli.options import Json, emit, emit_json
+
+CONTRADICTED = 5
+
+
+def explain(
+    plan: Annotated[
+        Path, typer.Option("--plan", metavar="PLAN", help="Output of `tonnage plan --json`, or plan.json of a package.")
+    ],
+    measured: Annotated[
+        Path, typer.Option("--measured", metavar="RECORD", help="A record of `tonnage measure`, or a report of ranks.")
+    ],
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, help="Which rank; by default the one that holds most.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say line by line where planned and measured bytes of a rank differ, the largest difference first.
+
+    Exits with 5 if a rank holds more than was planned at most.
+
+    Example: tonnage explain --plan plan.json --measured measured.json
+    """
+    from tonnage.checkpoint.io import read_bytes
+    from tonnage.explain import PLAN_LIMIT_BYTES, explain_document, read_planned_weights
+    from tonnage.explain import explain as explain_rank
+    from tonnage.measure.io import read_measurement_file
+    from tonnage.measure.record import MeasurementError
+
+    raw = read_bytes(plan, limit_bytes=PLAN_LIMIT_BYTES, kind=MeasurementError)
+    planned = read_planned_weights(raw, plan.name)
+    explanation = explain_rank(planned, read_measurement_file(measured), rank=rank)
+    if as_json:
+        emit_json(explain_document(explanation))
+    else:
+        from tonnage.report.measured import explain_table
+        from tonnage.report.tables import render
+
+        emit(render(explain_table(explanation)))
+    if explanation.below:
+        raise typer.Exit(CONTRADICTED)

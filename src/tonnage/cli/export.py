@@ -1,0 +1,182 @@
+"""``tonnage export``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tonnage.cli.dates import date_of
+from tonnage.cli.options import Json, emit, emit_json, note
+from tonnage.units import unit_for
+
+if TYPE_CHECKING:
+    from tonnage.export.io import Exported
+    from tonnage.export.sign import Key, Signer, Sigstore
+
+EXPORT_SCHEMA = "tonnage.export/1"
+_MOST_TOKENS = 1 << 20
+_PLAN_LIMIT_BYTES = 64 << 20
+
+
+def export(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What `tonnage prepare` wrote, or a package.")],
+    key: Annotated[
+        Path | None, typer.Option("--key", help="Private key to sign with: PEM, P-256, P-384 or P-521.")
+    ] = None,
+    password_env: Annotated[
+        str | None, typer.Option("--password-env", metavar="NAME", help="Variable with the password of the key.")
+    ] = None,
+    certificate: Annotated[Path | None, typer.Option("--certificate", help="Certificate of the key, PEM.")] = None,
+    chain: Annotated[
+        list[Path] | None, typer.Option("--chain", help="Certificates above it, in order, PEM; may be repeated.")
+    ] = None,
+    sigstore: Annotated[
+        bool, typer.Option("--sigstore", help="Sign without a key, as an identity Sigstore vouches for (network).")
+    ] = False,
+    identity_token_env: Annotated[
+        str | None,
+        typer.Option("--identity-token-env", metavar="NAME", help="Variable with the identity token for --sigstore."),
+    ] = None,
+    trust_config: Annotated[
+        Path | None, typer.Option("--trust-config", help="Another instance of Sigstore than the public one.")
+    ] = None,
+    name: Annotated[str, typer.Option("--name", help="Of the package; auto: arch-tpN-cC-pP-draft-kK-date.")] = "auto",
+    date: Annotated[
+        str | None, typer.Option("--date", help="In the name, YYYY-MM-DD; else SOURCE_DATE_EPOCH, else today in UTC.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="What `tonnage plan --json` said, in place of the recorded plan.")
+    ] = None,
+    profile: Annotated[str | None, typer.Option("--profile", help="What is to be served: cC-pP.")] = None,
+    context: Annotated[int | None, typer.Option("--context", min=1, help="Longest context in tokens.")] = None,
+    draft_name: Annotated[str | None, typer.Option("--draft-name", help="The draft model it is served with.")] = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option("--draft-tokens", min=1, max=_MOST_TOKENS, help="Tokens the draft guesses at once.")
+    ] = None,
+    into: Annotated[
+        Path | None, typer.Option("--into", metavar="PARENT", help="Move the finished package to PARENT/NAME.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a signed package of what was prepared, where it is; no weight is read again.
+
+    Example: tonnage export prepared --key key.pem --profile c4-p4096
+    """
+    from tonnage.checkpoint.io import read_json
+    from tonnage.export.io import export_package
+    from tonnage.export.manifest import PackageError
+    from tonnage.export.naming import check_name
+    from tonnage.export.package import Options
+    from tonnage.export.planned import PlannedProfile
+    from tonnage.export.sign import load_signer
+    from tonnage.profile import parse_profile
+
+    served = parse_profile(profile, context_tokens=context)
+    options = Options(
+        today=date_of(date),
+        date=None if date is None else date_of(date),
+        name=None if name == "auto" else check_name(name),
+        plan=None if plan is None else read_json(plan, limit_bytes=_PLAN_LIMIT_BYTES, kind=PackageError),
+        profile=PlannedProfile(
+            name=served.name,
+            concurrency=served.concurrency,
+            prefill_chunk_tokens=served.prefill_chunk_tokens,
+            context_tokens=served.context_tokens,
+            draft_name=None if draft_name is None else check_name(draft_name, where="--draft-name"),
+            draft_tokens=draft_tokens,
+        ),
+    )
+    by_key = _key(key, certificate, chain or [], password_env)
+    signer = load_signer(_only(by_key, _sigstore(sigstore, identity_token_env, trust_config)))
+    exported = export_package(directory, signer, options, into=into)
+    if as_json:
+        emit_json(_document(exported, signer))
+    else:
+        _emit_table(exported, signer)
+
+
+def _key(key: Path | None, certificate: Path | None, chain: list[Path], password_env: str | None) -> Key | None:
+    """Return the key that is given, with what belongs to it."""
+    from tonnage.errors import Problem, UnitError
+    from tonnage.export.sign import Key
+
+    if key is None:
+        if certificate is not None or chain or password_env is not None:
+            where = "--certificate, --chain, --password-env"
+            raise UnitError(Problem(where=where, what="belong to a key", expected="--key"))
+        return None
+    if chain and certificate is None:
+        raise UnitError(Problem(where="--chain", what="belongs to a certificate", expected="--certificate"))
+    return Key(
+        path=key, password=_variable(password_env, "--password-env"), certificate=certificate, chain=tuple(chain)
+    )
+
+
+def _sigstore(wanted: bool, token_env: str | None, trust_config: Path | None) -> Sigstore | None:
+    from tonnage.errors import Problem, UnitError
+    from tonnage.export.sign import Sigstore
+
+    if not wanted:
+        if token_env is not None or trust_config is not None:
+            where = "--identity-token-env, --trust-config"
+            raise UnitError(Problem(where=where, what="belong to Sigstore", expected="--sigstore"))
+        return None
+    return Sigstore(identity_token=_variable(token_env, "--identity-token-env"), trust_config=trust_config)
+
+
+def _only(key: Key | None, sigstore: Sigstore | None) -> Key | Sigstore:
+    from tonnage.errors import Problem, UnitError
+
+    if key is not None and sigstore is not None:
+        raise UnitError(Problem(where="--key, --sigstore", what="both given", expected="one of them"))
+    source = key or sigstore
+    if source is None:
+        raise UnitError(Problem(where="--key", what="nothing to sign with", expected="--key KEY.pem, or --sigstore"))
+    return source
+
+
+def _variable(name: str | None, where: str) -> str | None:
+    """Return what a variable of the environment holds; secrets are no words of a command line."""
+    from tonnage.errors import Problem, UnitError
+
+    if name is None:
+        return None
+    value = os.environ.get(name)
+    if value is None:
+        raise UnitError(Problem(where=where, what="no such variable in the environment", found=name))
+    return value
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _document(exported: Exported, signer: Signer) -> dict[str, object]:
+    manifest = exported.package.manifest
+    return {
+        "schema": EXPORT_SCHEMA,
+        "path": str(exported.path),
+        "name": manifest.name,
+        "hash": manifest.hash,
+        "manifest_digest": exported.package.digest,
+        "files": exported.files,
+        "bytes": exported.nbytes,
+        "signer": {"method": signer.method, "identity": signer.identity},
+        "changed": exported.changed,
+    }
+
+
+def _emit_table(exported: Exported, signer: Signer) -> None:
+    from tonnage.errors import one_line
+
+    manifest = exported.package.manifest
+    unit, text = unit_for(exported.nbytes)
+    emit(f"package   {manifest.name}")
+    emit(f"path      {one_line(str(exported.path))}")
+    emit(f"contents  {exported.files:,} files, {text(exported.nbytes)} {unit}, ranks {len(manifest.ranks)}")
+    emit(f"manifest  {manifest.hash} {exported.package.digest}")
+    emit(f"signed    {signer.method} {one_line(signer.identity or '')}".rstrip())
+    if not exported.changed:
+        note("nothing was written: it was packaged and signed so before")

@@ -1,0 +1,356 @@
+"""Planned against measured, line by line: where the bytes of one rank differ, and whether the plan was ever below.
+
+What is written to files is compared: the weights of every role with the measured class of that name, and the padding of
+their slices with them. What an engine adds when it loads, a draft, a reserve are in no file that was measured: their
+lines are shown with that remark and compared with nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from tonnage.checkpoint.strict_json import parse_object
+from tonnage.errors import Problem, one_line, raise_if_any
+from tonnage.export.manifest import Parallel
+from tonnage.measure.classes import UNKNOWN
+from tonnage.measure.packages import sizes
+from tonnage.measure.record import MeasuredRank, Measurement, MeasurementError
+from tonnage.recipes.schema import ROLES
+
+EXPLAIN_SCHEMA = "tonnage.explain/1"
+PLAN_LIMIT_BYTES = 64 << 20
+Verdict = Literal["equal", "above", "below"]
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_WEIGHTS, _PADDING, _ENGINE = "weights.", "padding.", "engine."
+_PADDED_SLICES = frozenset(_PADDING + role for role in ROLES)
+"""Zeros behind the slice of a role are written; the padding of a module an engine fuses has its name and is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedLine:
+    """One line of a plan; the bound is what its verdict rests on."""
+
+    component: str
+    nbytes: _Count
+    bound_nbytes: _Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRank:
+    """The lines of one rank."""
+
+    rank: _Count
+    lines: tuple[PlannedLine, ...]
+
+    @property
+    def in_files(self) -> tuple[PlannedLine, ...]:
+        """Lines of bytes that are written."""
+        return tuple(line for line in self.lines if _in_files(line.component))
+
+    @property
+    def bound_bytes(self) -> int:
+        """Bytes that are written, at their bound."""
+        return sum(line.bound_nbytes for line in self.in_files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCheckpoint:
+    """What was planned."""
+
+    name: str
+    digest: str
+    family: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedWeights:
+    """The part of ``plan --json`` that files can be held against.
+
+    Attributes:
+        schema: Of the document.
+        checkpoint: What was planned.
+        engine: Whose placement rules.
+        estimator: ``exact`` or ``credit``.
+        topology: Parallel sizes.
+        ranks: All, in order.
+        numerics: What a conversion changes.
+    """
+
+    schema: Literal["tonnage.plan/1"]
+    checkpoint: PlannedCheckpoint
+    engine: str
+    estimator: str
+    topology: Parallel
+    ranks: tuple[PlannedRank, ...]
+    numerics: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedLine:
+    """One line, planned and measured; ``None`` where one of them does not know it.
+
+    Attributes:
+        component: As in the plan.
+        planned_bytes: Expected.
+        bound_bytes: At or above all evidence.
+        measured_bytes: In the files.
+        remark: What else is to be known about it.
+    """
+
+    component: str
+    planned_bytes: int | None
+    bound_bytes: int | None
+    measured_bytes: int | None
+    remark: str = ""
+
+    @property
+    def difference_bytes(self) -> int | None:
+        """Bound less measured; ``None`` where nothing is compared."""
+        if self.bound_bytes is None or self.measured_bytes is None:
+            return None
+        return self.bound_bytes - self.measured_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Below:
+    """A rank that holds more than was planned at most."""
+
+    rank: int | None
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """A rank explained.
+
+    Attributes:
+        plan: What was planned.
+        rank: The measured rank; ``None`` if it was not said which it is.
+        lines: The largest difference first, those that are compared with nothing last.
+        total: All bytes in files.
+        below: Ranks whose plan was below: the one explained if one was asked for, else any.
+        notes: What the comparison does not cover.
+    """
+
+    plan: PlannedWeights
+    rank: int | None
+    lines: tuple[ExplainedLine, ...]
+    total: ExplainedLine
+    below: tuple[Below, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the plan is to what was measured on this rank."""
+        difference = self.total.difference_bytes or 0
+        return "equal" if not difference else "above" if difference > 0 else "below"
+
+
+def read_planned_weights(raw: bytes, where: str) -> PlannedWeights:
+    """Return what ``plan --json`` says of weights.
+
+    Raises:
+        MeasurementError: It is no plan, a bound is below its value, or ranks are not those of its topology.
+    """
+    where = one_line(where)
+    fields = parse_object(raw, where=where, kind=MeasurementError)
+    try:
+        plan = msgspec.convert(fields, PlannedWeights)
+    except msgspec.ValidationError as error:
+        expected = "the output of `tonnage plan --json`"
+        raise MeasurementError(Problem(where=where, what="not a plan", expected=expected, found=str(error))) from error
+    problems = [
+        Problem(
+            where=where, what=f"rank {rank.rank}: {line.component} above its bound", expected=f"{line.bound_nbytes}"
+        )
+        for rank in plan.ranks
+        for line in rank.lines
+        if line.nbytes > line.bound_nbytes
+    ]
+    if [rank.rank for rank in plan.ranks] != list(range(plan.topology.world_size)):
+        expected = f"0..{plan.topology.world_size - 1} ({sizes(plan.topology)})"
+        problems.append(Problem(where=where, what="ranks of a plan", expected=expected, found=f"{len(plan.ranks)}"))
+    raise_if_any(MeasurementError, problems)
+    return plan
+
+
+def explain(plan: PlannedWeights, measurement: Measurement, *, rank: int | None = None) -> Explanation:
+    """Return one rank line by line.
+
+    Args:
+        plan: What was planned.
+        measurement: What was found.
+        rank: Which; by default the one that holds most.
+
+    Raises:
+        MeasurementError: They are of different checkpoints or sizes, or the rank was not measured.
+    """
+    raise_if_any(MeasurementError, _mismatches(plan, measurement))
+    measured = measurement.largest if rank is None else _measured_rank(measurement, rank)
+    planned = _planned_rank(plan, measured)
+    shown = measurement.ranks if rank is None else (measured,)
+    return Explanation(
+        plan=plan,
+        rank=measured.rank,
+        lines=tuple(sorted(_lines(planned, measured), key=_order)),
+        total=_total(planned, measured),
+        below=tuple(_below(plan, shown)),
+        notes=tuple(_notes(plan, measurement, measured)),
+    )
+
+
+def explain_document(explanation: Explanation) -> dict[str, Any]:
+    """Return ``explain --json``."""
+    plan, total = explanation.plan, explanation.total
+    return {
+        "schema": EXPLAIN_SCHEMA,
+        "checkpoint": msgspec.to_builtins(plan.checkpoint),
+        "engine": plan.engine,
+        "estimator": plan.estimator,
+        "topology": msgspec.to_builtins(plan.topology),
+        "rank": explanation.rank,
+        "lines": [
+            {**msgspec.to_builtins(line), "difference_bytes": line.difference_bytes} for line in explanation.lines
+        ],
+        "planned_bytes": total.planned_bytes,
+        "bound_bytes": total.bound_bytes,
+        "measured_bytes": total.measured_bytes,
+        "difference_bytes": total.difference_bytes,
+        "verdict": explanation.verdict,
+        "below": msgspec.to_builtins(explanation.below),
+        "notes": list(explanation.notes),
+    }
+
+
+# --- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def _measured_rank(measurement: Measurement, rank: int) -> MeasuredRank:
+    found = next((one for one in measurement.ranks if one.rank == rank), None)
+    if found is None:
+        known = ", ".join(str(one.rank) for one in measurement.ranks if one.rank is not None) or "no rank by number"
+        raise MeasurementError(
+            Problem(
+                where=measurement.source, what=f"rank {rank} was not measured", expected=known, found=f"--rank {rank}"
+            )
+        )
+    return found
+
+
+def _planned_rank(plan: PlannedWeights, measured: MeasuredRank) -> PlannedRank:
+    """Return the plan of a measured rank; of one without a number the plan of the rank that holds most."""
+    if measured.rank is None:
+        return max(plan.ranks, key=lambda planned: planned.bound_bytes)
+    return plan.ranks[measured.rank]
+
+
+def _lines(planned: PlannedRank, measured: MeasuredRank) -> Iterator[ExplainedLine]:
+    if _by_class(planned, measured):
+        yield from _classes(planned, measured)
+    else:
+        for line in planned.in_files:
+            yield _uncompared(line, "measured in total only")
+    for line in planned.lines:
+        if not _in_files(line.component):
+            by_engine = line.component.startswith((_PADDING, _ENGINE))
+            yield _uncompared(line, "added by the engine, in no file" if by_engine else "not measured")
+
+
+def _in_files(component: str) -> bool:
+    return component.startswith(_WEIGHTS) or component in _PADDED_SLICES
+
+
+def _by_class(planned: PlannedRank, measured: MeasuredRank) -> bool:
+    """Whether both sides know what the bytes are for."""
+    roles = _PADDED_SLICES | {_WEIGHTS + role for role in ROLES}
+    known = {part.tensor_class for part in measured.by_class} - {UNKNOWN}
+    return bool(known) and all(line.component in roles for line in planned.in_files)
+
+
+def _classes(planned: PlannedRank, measured: MeasuredRank) -> Iterator[ExplainedLine]:
+    sums: dict[str, int] = defaultdict(int)
+    for part in measured.by_class:
+        sums[part.tensor_class] += part.nbytes
+    lines = {line.component: line for line in planned.in_files}
+    for tensor_class in dict.fromkeys((*ROLES, *sums)):
+        weights, padding = lines.get(_WEIGHTS + tensor_class), lines.get(_PADDING + tensor_class)
+        there = [line for line in (weights, padding) if line is not None]
+        if there or tensor_class in sums:
+            yield ExplainedLine(
+                component=_WEIGHTS + tensor_class,
+                planned_bytes=sum(line.nbytes for line in there),
+                bound_bytes=sum(line.bound_nbytes for line in there),
+                measured_bytes=sums.get(tensor_class, 0),
+                remark=f"{padding.nbytes:,} bytes of padding in it" if padding else "" if there else "not planned",
+            )
+
+
+def _uncompared(line: PlannedLine, remark: str) -> ExplainedLine:
+    return ExplainedLine(
+        component=line.component,
+        planned_bytes=line.nbytes,
+        bound_bytes=line.bound_nbytes,
+        measured_bytes=None,
+        remark=remark,
+    )
+
+
+def _total(planned: PlannedRank, measured: MeasuredRank) -> ExplainedLine:
+    return ExplainedLine(
+        component="weights",
+        planned_bytes=sum(line.nbytes for line in planned.in_files),
+        bound_bytes=planned.bound_bytes,
+        measured_bytes=measured.payload_bytes,
+    )
+
+
+def _order(line: ExplainedLine) -> tuple[bool, int, str]:
+    difference = line.difference_bytes
+    return difference is None, -abs(line.bound_bytes or 0 if difference is None else difference), line.component
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+def _below(plan: PlannedWeights, ranks: tuple[MeasuredRank, ...]) -> Iterator[Below]:
+    """Yield ranks with more than was planned; one without a number has more than was planned for any."""
+    for measured in ranks:
+        missing = measured.payload_bytes - _planned_rank(plan, measured).bound_bytes
+        if missing > 0:
+            yield Below(rank=measured.rank, nbytes=missing)
+
+
+def _mismatches(plan: PlannedWeights, measurement: Measurement) -> Iterator[Problem]:
+    where, topology = measurement.source, plan.topology
+    if measurement.checkpoint_digest not in (None, plan.checkpoint.digest):
+        what = "of another checkpoint than the plan (one made from config.json alone has a digest of its own)"
+        yield Problem(where=where, what=what, expected=plan.checkpoint.digest, found=measurement.checkpoint_digest)
+    stated = ((name, getattr(measurement, name), getattr(topology, name)) for name in ("tp", "ep", "pp"))
+    different = [f"{name}{measured}" for name, measured, planned in stated if measured not in (None, planned)]
+    beyond = [one.rank for one in measurement.ranks if one.rank is not None and one.rank >= topology.world_size]
+    if different:
+        yield Problem(where=where, what="cut for another topology", expected=sizes(topology), found=" ".join(different))
+    elif beyond or (measurement.is_complete and len(measurement.ranks) != topology.world_size):
+        expected, found = f"{topology.world_size} ranks ({sizes(topology)})", f"{len(measurement.ranks)}"
+        yield Problem(where=where, what="other ranks than planned", expected=expected, found=found)
+
+
+def _notes(plan: PlannedWeights, measurement: Measurement, measured: MeasuredRank) -> Iterator[str]:
+    where = measurement.source
+    if measurement.checkpoint_digest is None:
+        yield f"{where} does not say of which checkpoint it is: taken to be that of the plan"
+    if measurement.tp is None:
+        yield f"{where} does not say its TP size: taken to be that of the plan"
+    if measured.rank is None:
+        yield f"{where} does not say which rank this is: held against the one planned to hold most"
+    planned = plan.numerics.get("class")
+    if measurement.convert is not None and planned in ("neutral", "converted"):
+        converted = "neutral" if measurement.convert == "none" else "converted"
+        if converted != planned:
+            yield f"planned {planned}, measured {converted} (convert {one_line(measurement.convert)})"

@@ -1,0 +1,97 @@
+"""Whether plan and provenance are those of the package they lie in.
+
+One checkpoint, engine and topology, one conversion, and the bytes of every rank as planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from tonnage.checkpoint.strict_json import parse_object
+from tonnage.errors import Problem
+from tonnage.export.manifest import PLAN, PROVENANCE, Manifest, PackageError, Parallel
+from tonnage.export.planned import Planned, Prepared, check_plan, read_plan
+
+
+class _Source(msgspec.Struct, frozen=True):
+    digest: str
+    hash: str
+
+
+class _Options(msgspec.Struct, frozen=True):
+    topology: Parallel
+    ranks: tuple[int, ...]
+    engine: str
+    layout: str
+    hash: str
+
+
+class _Numerics(msgspec.Struct, frozen=True):
+    kind: Literal["neutral", "converted"] = msgspec.field(name="class")
+
+
+class Provenance(msgspec.Struct, frozen=True):
+    """The part of a provenance that a package is held to.
+
+    Attributes:
+        schema: Of the document.
+        source: Digest of the checkpoint's headers, and algorithm of its files' digests.
+        options: What was asked for.
+        numerics: Whether weights were converted.
+    """
+
+    schema: Literal["tonnage.provenance/1"]
+    source: _Source
+    options: _Options
+    numerics: _Numerics
+
+
+def read_provenance(raw: bytes) -> Provenance:
+    """Return what a provenance says.
+
+    Raises:
+        PackageError: It is none.
+    """
+    document = parse_object(raw, where=PROVENANCE, kind=PackageError)
+    try:
+        return msgspec.convert(document, Provenance)
+    except msgspec.ValidationError as error:
+        raise PackageError(Problem(where=PROVENANCE, what="not a provenance", found=str(error))) from error
+
+
+def read_package_plan(raw: bytes) -> Planned:
+    """Return what the plan of a package says.
+
+    Raises:
+        PackageError: It is none.
+    """
+    return read_plan(parse_object(raw, where=PLAN, kind=PackageError), where=PLAN)
+
+
+def document_problems(plan: Planned, provenance: Provenance, manifest: Manifest) -> Iterator[Problem]:
+    """Yield where plan, provenance and manifest differ."""
+    options = provenance.options
+    facts = (
+        ("topology", str(manifest.topology), str(options.topology)),
+        ("ranks", str(manifest.ranks), str(options.ranks)),
+        ("layout", manifest.layout, options.layout),
+        ("hash", manifest.hash, options.hash),
+    )
+    for name, expected, found in facts:
+        if expected != found:
+            what = f"{name} is not that of the manifest"
+            yield Problem(where=PROVENANCE, what=what, expected=expected, found=found)
+    prepared = Prepared(
+        checkpoint=provenance.source.digest,
+        engine=options.engine,
+        topology=manifest.topology,
+        converted=provenance.numerics.kind == "converted",
+        payload_bytes={rank: sum(file.payload_bytes for file in manifest.of_rank(rank)) for rank in manifest.ranks},
+    )
+    try:
+        check_plan(plan, prepared, plan, where=PLAN)
+    except PackageError as error:
+        yield from error.problems

@@ -1,0 +1,263 @@
+"""From a preparation to a package: its documents, the statement to be signed, and what may change of them later.
+
+Values in, values out. What is on record of a preparation is held against its headers and its plan once more: whoever
+signs vouches for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tonnage.checkpoint.strict_json import parse_object
+from tonnage.errors import Problem, raise_if_any
+from tonnage.export.manifest import (
+    MANIFEST,
+    PLAN,
+    PROVENANCE,
+    SIGNATURE,
+    Layout,
+    Manifest,
+    PackagedFile,
+    PackageError,
+    Parallel,
+    manifest_bytes,
+    parse_manifest,
+)
+from tonnage.export.naming import check_name, date_in, package_name
+from tonnage.export.planned import Planned, PlannedProfile, Prepared, check_plan, read_plan, with_profile
+from tonnage.export.provenance import canonical, provenance, read_origin
+from tonnage.export.statement import Signed
+from tonnage.prepare.io import new_digest
+from tonnage.prepare.layout import rank_directory
+from tonnage.prepare.output_dir import SUMMARY
+from tonnage.topology import Topology
+
+if TYPE_CHECKING:
+    from tonnage.prepare.io import Hash
+    from tonnage.prepare.journal import Identity, WrittenFile
+    from tonnage.prepare.summary import Summary
+
+DOCUMENTS = (PLAN, PROVENANCE, MANIFEST)
+"""In the order they are written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a package is called, and what is to be served with it.
+
+    Attributes:
+        today: Date of the name where none is given, ``YYYY-MM-DD``.
+        date: The date that is given.
+        name: The name that is given.
+        plan: The document of the plan that is given, in place of the recorded one.
+        profile: What is given of the profile.
+    """
+
+    today: str
+    date: str | None = None
+    name: str | None = None
+    plan: Mapping[str, Any] | None = None
+    profile: PlannedProfile = field(default_factory=PlannedProfile)
+
+    @property
+    def given(self) -> bool:
+        """Whether anything is asked for that a finished package may not be."""
+        return (self.date, self.name, self.plan, self.profile) != (None, None, None, PlannedProfile())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What the header of a file holds."""
+
+    tensors: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """All of a package but its signature and the files that were there before.
+
+    Attributes:
+        manifest: Every other file.
+        documents: Bytes of ``plan.json``, ``provenance.json`` and ``manifest.json``.
+    """
+
+    manifest: Manifest
+    documents: Mapping[str, bytes]
+
+    @property
+    def digest(self) -> str:
+        """Digest of the manifest."""
+        return _digest(self.documents[MANIFEST], self.manifest.hash)
+
+    @property
+    def signed(self) -> Signed:
+        """What is to be signed: every file, the manifest among them."""
+        digests = {file.path: file.digest for file in self.manifest.files} | {MANIFEST: self.digest}
+        return Signed(name=self.manifest.name, hash=self.manifest.hash, digests=digests)
+
+
+def make_package(summary: Summary, contents: Mapping[str, Contents], options: Options) -> Package:
+    """Return the package of a preparation.
+
+    Args:
+        summary: What is on record of it.
+        contents: Of every safetensors file, by path, as its header says.
+        options: Of the export.
+
+    Raises:
+        PackageError: The record contradicts itself, its headers or its plan, or there is no such name.
+    """
+    identity = summary.identity
+    topology = read_origin(identity, where=SUMMARY).topology
+    raise_if_any(PackageError, _record_problems(summary, topology))
+    raise_if_any(PackageError, _content_problems(summary, contents))
+    layout: Layout = "hf" if identity.layout == "hf" else "tp"
+    hash_name: Hash = "sha256" if identity.hash == "sha256" else "blake3"
+    files = [_packaged(file, _rank_of(file, identity, topology), contents) for file in summary.written]
+    plan, document = _plan(summary, files, topology, options)
+    documents = {
+        PLAN: canonical(document, where=PLAN),
+        PROVENANCE: canonical(provenance(summary, where=SUMMARY), where=PROVENANCE),
+    }
+    files += [
+        PackagedFile(path=path, nbytes=len(raw), digest=_digest(raw, hash_name)) for path, raw in documents.items()
+    ]
+    manifest = Manifest(
+        name=_name(plan, topology, options, options.today),
+        tonnage_version=summary.tonnage_version,
+        hash=hash_name,
+        layout=layout,
+        topology=topology,
+        ranks=identity.ranks,
+        files=tuple(sorted(files, key=lambda file: file.path)),
+    )
+    raw = manifest_bytes(manifest)
+    return Package(manifest=parse_manifest(raw), documents={**documents, MANIFEST: raw})
+
+
+def keep_package(documents: Mapping[str, bytes], options: Options) -> Package:
+    """Return a package whose documents are written, finished or not.
+
+    Args:
+        documents: As they are.
+        options: Of the export; nothing in them may differ from what is there.
+
+    Raises:
+        PackageError: The documents are not those of one package, or another one is asked for.
+    """
+    manifest = parse_manifest(documents[MANIFEST])
+    raise_if_any(PackageError, _document_problems(manifest, documents))
+    if options.given:
+        before = parse_object(documents[PLAN], where=PLAN, kind=PackageError)
+        document = before if options.plan is None else options.plan
+        read_plan(document, where=PLAN)
+        document = with_profile(document, options.profile)
+        plan = read_plan(document, where=PLAN)
+        today = date_in(manifest.name) or options.today
+        name = _name(plan, manifest.topology, options, today)
+        what = "already packaged; prepare again to package it otherwise"
+        if name != manifest.name:
+            raise PackageError(Problem(where=MANIFEST, what=what, expected=manifest.name, found=name))
+        if canonical(document, where=PLAN) != documents[PLAN]:
+            raise PackageError(Problem(where=PLAN, what=what, expected="the plan in it", found="another plan"))
+    return Package(manifest=manifest, documents=dict(documents))
+
+
+def _plan(
+    summary: Summary, files: list[PackagedFile], topology: Parallel, options: Options
+) -> tuple[Planned, dict[str, Any]]:
+    """Return the plan, checked against what was written, and its document."""
+    if summary.plan is None:
+        what = "no plan on record; prepare again with this version"
+        raise PackageError(Problem(where=SUMMARY, what=what, expected="plan"))
+    recorded = read_plan(summary.plan, where=f"plan in {SUMMARY}")
+    where = "--plan" if options.plan is not None else f"plan in {SUMMARY}"
+    document = summary.plan if options.plan is None else options.plan
+    prepared = Prepared(
+        checkpoint=summary.identity.checkpoint,
+        engine=summary.identity.engine,
+        topology=topology,
+        converted=bool(summary.converted),
+        payload_bytes={
+            rank: sum(file.payload_bytes for file in files if file.rank == rank) for rank in summary.identity.ranks
+        },
+    )
+    check_plan(read_plan(document, where=where), prepared, recorded, where=where)
+    document = with_profile(document, options.profile)
+    return read_plan(document, where=where), document
+
+
+def _name(plan: Planned, topology: Parallel, options: Options, today: str) -> str:
+    if options.name is not None:
+        return check_name(options.name)
+    return package_name(plan.checkpoint.family, topology, plan.profile, options.date or today)
+
+
+def _rank_of(file: WrittenFile, identity: Identity, topology: Parallel) -> int | None:
+    """Return whose file it is: whose directory it is in. In layout ``hf`` all weights are of the one rank there is."""
+    if identity.layout == "hf":
+        return identity.ranks[0] if file.path.endswith(".safetensors") else None
+    return next((rank for rank in identity.ranks if file.path.startswith(_folder(topology, rank))), None)
+
+
+def _folder(topology: Parallel, rank: int) -> str:
+    return rank_directory(Topology(tp=topology.tp, ep=topology.ep, pp=topology.pp), rank) + "/"
+
+
+def _packaged(file: WrittenFile, rank: int | None, contents: Mapping[str, Contents]) -> PackagedFile:
+    held = contents.get(file.path, Contents(tensors=0, payload_bytes=0))
+    return PackagedFile(
+        path=file.path,
+        nbytes=file.file_bytes,
+        digest=file.digest,
+        rank=rank,
+        tensors=held.tensors,
+        payload_bytes=held.payload_bytes,
+    )
+
+
+def _digest(raw: bytes, name: Hash) -> str:
+    digest = new_digest(name)
+    digest.update(memoryview(raw))
+    return digest.hexdigest()
+
+
+def _record_problems(summary: Summary, topology: Parallel) -> Iterator[Problem]:
+    """Yield what of a record cannot be: its layout and hash, and files that are not where their rank's are."""
+    identity = summary.identity
+    known = (("layout", identity.layout, ("tp", "hf")), ("hash", identity.hash, ("blake3", "sha256")))
+    for what, found, names in known:
+        if found not in names:
+            yield Problem(where=SUMMARY, what=f"unknown {what}", expected=" or ".join(names), found=repr(found))
+    if not identity.ranks or tuple(rank.rank for rank in summary.ranks) != identity.ranks:
+        yield Problem(where=SUMMARY, what="ranks are not those prepared", expected=str(identity.ranks))
+        return
+    for file in summary.written:
+        if file.path in (*DOCUMENTS, SIGNATURE, SUMMARY):
+            yield Problem(where=file.path, what="a file of the checkpoint is called as one that every package has")
+    for rank in summary.ranks:
+        for file in rank.files:
+            if file.rank != rank.rank or _rank_of(file, identity, topology) != rank.rank:
+                expected = f"layout {identity.layout}, rank {rank.rank} of {identity.topology}"
+                yield Problem(where=SUMMARY, what="a file that is not in layout", expected=expected, found=file.path)
+
+
+def _content_problems(summary: Summary, contents: Mapping[str, Contents]) -> Iterator[Problem]:
+    """Yield files whose header holds anything else than was recorded."""
+    for file in (file for rank in summary.ranks for file in rank.files):
+        held = contents.get(file.path)
+        found = held.payload_bytes if held else 0
+        if found != file.payload_bytes:
+            what, expected = "header does not hold what was written", f"{file.payload_bytes} bytes of tensors"
+            yield Problem(where=file.path, what=what, expected=expected, found=f"{found} bytes")
+
+
+def _document_problems(manifest: Manifest, documents: Mapping[str, bytes]) -> Iterator[Problem]:
+    recorded = {file.path: file.digest for file in manifest.files}
+    for path in (PLAN, PROVENANCE):
+        found = _digest(documents[path], manifest.hash)
+        if recorded.get(path) != found:
+            yield Problem(where=path, what="not the one of the manifest", expected=recorded.get(path), found=found)
