@@ -96,8 +96,7 @@ def make_package(scratch: Path, case: Case, layers: int, key: Path) -> Path:
         "dtype": "bfloat16",
     }  # fmt: skip
     source, package = scratch / "source", scratch / "package"
-    options = RehearsalOptions(sharded=case.files > 1)
-    write_rehearsal(parse_config(config, name="bench"), source, options)
+    write_rehearsal(parse_config(config, name="bench"), source, RehearsalOptions())
     checkpoint, request = open_checkpoint(str(source)), PlanRequest()
     plan = plan_checkpoint(checkpoint, request)
     assert checkpoint.headers is not None

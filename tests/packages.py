@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 
 from tonnage.checkpoint.config import parse_config
 from tonnage.cli import app
-from tonnage.export.manifest import MANIFEST, SIGNATURE, Manifest, manifest_bytes, parse_manifest
+from tonnage.export.manifest import Manifest, manifest_bytes, parse_manifest
 from tonnage.export.sign import Key, load_signer
 from tonnage.export.statement import Signed
+from tonnage.prepare.documents import MANIFEST, SIGNATURE
 from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
 HASHES: dict[str, Callable[[bytes], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
@@ -53,18 +54,31 @@ def sign_anew(
     Only those whose path ends as given are hashed again.
     """
     manifest = parse_manifest((directory / MANIFEST).read_bytes())
-    digest = HASHES[manifest.hash]
-    files = []
-    for file in manifest.files:
-        raw = (directory / file.path).read_bytes() if file.path.endswith(only) else None
-        files.append(file if raw is None else replace(file, nbytes=len(raw), digest=digest(raw).hexdigest()))
+    files = [
+        replace(file, **stated((directory / file.path).read_bytes(), manifest.hash))
+        if file.path.endswith(only)
+        else file
+        for file in manifest.files
+    ]
     changed = change(replace(manifest, files=tuple(files)))
     raw = manifest_bytes(changed)
     (directory / MANIFEST).write_bytes(raw)
-    digests = {file.path: file.digest for file in changed.files} | {MANIFEST: digest(raw).hexdigest()}
-    signed = Signed(name=changed.name, hash=manifest.hash, digests=dict(sorted(digests.items())))
+    digests = {file.path: file.sha256 or file.digest for file in changed.files}
+    digests[MANIFEST] = hashlib.sha256(raw).hexdigest()
+    signed = Signed(name=changed.name, hash="sha256", digests=dict(sorted(digests.items())))
     (directory / SIGNATURE).write_bytes(load_signer(Key(path=private)).sign(signed))
     return changed
+
+
+def stated(raw: bytes, name: str) -> dict[str, Any]:
+    """Return what a manifest by this algorithm says of a file's bytes."""
+    sha256 = hashlib.sha256(raw).hexdigest()
+    own = (
+        {"digest": sha256, "sha256": None}
+        if name == "sha256"
+        else {"digest": blake3(raw).hexdigest(), "sha256": sha256}
+    )
+    return {"nbytes": len(raw), **own}
 
 
 def sign_statement(directory: Path, private: Path, change: Callable[[dict[str, Any]], None]) -> None:

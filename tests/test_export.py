@@ -14,18 +14,21 @@ from typing import Any
 import pytest
 import rfc8785
 from blake3 import blake3
+from cryptography.hazmat.primitives import serialization
 from typer.testing import CliRunner
 
-from samples import prepare_small, write_key
+from samples import certify, prepare_small, write_key
 from tonnage import open_rank
 from tonnage.cli import app
 from tonnage.errors import TonnageError
 from tonnage.export.io import export_package
+from tonnage.export.keys import load_private_key
 from tonnage.export.manifest import parse_manifest
 from tonnage.export.package import Options
 from tonnage.export.planned import PlannedProfile
 from tonnage.export.sign import Key, Signer, load_signer
 from tonnage.export.signature import PublicKey, read_signature
+from tonnage.export.verify import verify_package
 from tonnage.prepare.output_dir import locked
 
 Tonnage = Callable[..., subprocess.CompletedProcess[str]]
@@ -102,14 +105,15 @@ def test_manifest_and_signature_state_the_digest_of_every_file(place: Path, prep
     export_package(prepared, signer, OPTIONS)
     after = contents(prepared)
     manifest = parse_manifest(after["manifest.json"])
-    assert {file.path: (file.nbytes, file.digest) for file in manifest.files} == {
-        path: (len(raw), blake3(raw).hexdigest())
+    assert {file.path: (file.nbytes, file.digest, file.sha256) for file in manifest.files} == {
+        path: (len(raw), blake3(raw).hexdigest(), sha256(raw).hexdigest())
         for path, raw in after.items()
         if path not in ("manifest.json", "model.sig")
     }
     signed = read_signature(after["model.sig"], PublicKey(path=place / "key.pub.pem"))
-    assert signed.digests == {path: blake3(raw).hexdigest() for path, raw in after.items() if path != "model.sig"}
-    assert (signed.name, signed.hash) == ("llama-tp2-20261130", "blake3") == (manifest.name, manifest.hash)
+    assert signed.digests == {path: sha256(raw).hexdigest() for path, raw in after.items() if path != "model.sig"}
+    assert (signed.name, signed.hash) == ("llama-tp2-20261130", "sha256")
+    assert (manifest.name, manifest.hash) == ("llama-tp2-20261130", "blake3")
 
 
 def test_manifest_states_ranks_tensors_and_payload(prepared: Path, signer: Signer) -> None:
@@ -185,8 +189,8 @@ def test_layout_hf_is_one_rank_that_holds_all_weights(place: Path, tmp_path: Pat
     manifest = exported.package.manifest
     assert (manifest.layout, manifest.hash, manifest.ranks) == ("hf", "sha256", (0,))
     assert {file.path for file in manifest.of_rank(0)} == {"model-00001-of-00001.safetensors"}
-    found = {file.path: file.digest for file in manifest.files}
-    assert found == {path: sha256((output / path).read_bytes()).hexdigest() for path in found}
+    found = {file.path: (file.digest, file.sha256) for file in manifest.files}
+    assert found == {path: (sha256((output / path).read_bytes()).hexdigest(), None) for path in found}
 
 
 def test_some_ranks_make_a_package_of_their_own(place: Path, tmp_path: Path, signer: Signer) -> None:
@@ -199,23 +203,49 @@ def test_some_ranks_make_a_package_of_their_own(place: Path, tmp_path: Path, sig
 # --- stock verification -----------------------------------------------------------------------------------------------
 
 
-def test_stock_command_verifies_a_package_with_sha256(place: Path, tmp_path: Path, signer: Signer) -> None:
-    output = prepare_small(place / "small", tmp_path / "sha256", hash="sha256")
+HOW: dict[str, dict[str, Any]] = {"blake3": {}, "sha256": {"hash": "sha256"}}
+
+
+def stock(*words: object) -> subprocess.CompletedProcess[str]:
+    """Run the command of model-signing."""
+    command = Path(sys.executable).with_name("model_signing")
+    return subprocess.run([command, *map(str, words)], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_stock_command_verifies_a_package(place: Path, tmp_path: Path, signer: Signer, how: dict[str, Any]) -> None:
+    output = prepare_small(place / "small", tmp_path / "out", **how)
     export_package(output, signer, OPTIONS)
     words = ("verify", "key", output, "--signature", output / "model.sig", "--public_key", place / "key.pub.pem")
-    stock = Path(sys.executable).with_name("model_signing")
-    done = subprocess.run([stock, *map(str, words)], capture_output=True, text=True, check=False)
+    done = stock(*words)
     assert done.returncode == 0, done.stderr
-    signed = read_signature((output / "model.sig").read_bytes(), PublicKey(path=place / "key.pub.pem"))
-    (output / "model.sig").unlink()
-    words = ("sign", "key", output, "--signature", output / "model.sig", "--private_key", place / "key.pem")
-    done = subprocess.run([stock, *map(str, words)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = read_signature((output / "model.sig").read_bytes(), PublicKey(path=place / "key.pub.pem"))
-    assert found.digests == signed.digests
+    raw = (output / RANK).read_bytes()
+    (output / RANK).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    done = stock(*words)
+    assert (done.returncode, RANK in done.stderr) == (1, True)
 
 
-def test_stock_library_verifies_a_package_with_blake3(place: Path, prepared: Path, signer: Signer) -> None:
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_stock_command_verifies_a_package_signed_with_a_certificate(
+    place: Path, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    key, root = (load_private_key(place / f"{name}.pem", None) for name in ("key", "other"))
+    for name, certificate in (
+        ("leaf", certify("signer", key, "root", root, authority=False)),
+        ("root", certify("root", root, "root", root, authority=True)),
+    ):
+        (tmp_path / f"{name}.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    signer = load_signer(Key(path=place / "key.pem", certificate=tmp_path / "leaf.crt"))
+    output = prepare_small(place / "small", tmp_path / "out", **how)
+    export_package(output, signer, OPTIONS)
+    words = ("verify", "certificate", output, "--signature", output / "model.sig")
+    done = stock(*words, "--certificate_chain", tmp_path / "root.crt")
+    assert done.returncode == 0, done.stderr
+    (output / "config.json").write_bytes((output / "config.json").read_bytes() + b" ")
+    assert stock(*words, "--certificate_chain", tmp_path / "root.crt").returncode == 1
+
+
+def test_stock_library_verifies_a_package(place: Path, prepared: Path, signer: Signer) -> None:
     from model_signing import verifying
 
     export_package(prepared, signer, OPTIONS)
@@ -224,6 +254,75 @@ def test_stock_library_verifies_a_package_with_blake3(place: Path, prepared: Pat
     (prepared / "more.txt").write_text("more")
     with pytest.raises(ValueError, match=r"more\.txt"):
         config.verify(prepared, prepared / "model.sig")
+
+
+# --- other digests than those prepared with ---------------------------------------------------------------------------
+
+
+def forget_sha256(document: Any) -> None:
+    """Make a record as of a version that took one digest."""
+    for file in (*document["files"], *(file for rank in document["ranks"] for file in rank["files"])):
+        del file["sha256"]
+
+
+def test_digests_on_record_are_not_taken_again(place: Path, prepared: Path, signer: Signer) -> None:
+    """A preparation by BLAKE3 has SHA-256 as well, and makes a package by SHA-256 of files it does not look into."""
+    raw = (prepared / RANK).read_bytes()
+    (prepared / RANK).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    told: list[Any] = []
+    exported = export_package(prepared, signer, Options(today="2026-11-30", hash="sha256"), on_progress=told.append)
+    assert (exported.reread_bytes, told, exported.package.manifest.hash) == (0, [], "sha256")
+    (prepared / RANK).write_bytes(raw)
+    verify_package(prepared, PublicKey(path=place / "key.pub.pem")).check()
+    assert json.loads((prepared / "provenance.json").read_bytes())["source"]["hash"] == "blake3"
+
+
+@pytest.mark.parametrize(
+    ("how", "hash_name"),
+    [({"hash": "sha256"}, "blake3"), ({}, "blake3"), ({}, "sha256")],
+    ids=["sha256", "old", "both"],
+)
+def test_digests_that_are_not_on_record_are_taken_once_more(
+    place: Path, tmp_path: Path, signer: Signer, how: dict[str, Any], hash_name: Any
+) -> None:
+    output = prepare_small(place / "small", tmp_path / "out", **how)
+    edit(output / "prepare.json", forget_sha256)
+    if not how:
+        said = f"no SHA-256 of {len(contents(output)) - 1} files on record; prepare again, or let export read"
+        assert said in refused(output, signer)
+    nbytes = sum(map(len, contents(output).values())) - (output / "prepare.json").stat().st_size
+    told: list[Any] = []
+    exported = export_package(output, signer, Options(today="2026-11-30", hash=hash_name), on_progress=told.append)
+    assert exported.reread_bytes == nbytes == told[-1].done_bytes == told[-1].total_bytes
+    assert exported.package.manifest.hash == hash_name
+    verify_package(output, PublicKey(path=place / "key.pub.pem")).check()
+    assert not export_package(output, signer, OPTIONS).changed
+    other = Options(today="2026-11-30", hash="sha256" if hash_name == "blake3" else "blake3")
+    assert "already packaged" in refused(output, signer, other)
+
+
+def test_a_file_read_once_more_must_be_the_one_on_record(place: Path, tmp_path: Path, signer: Signer) -> None:
+    output = prepare_small(place / "small", tmp_path / "out", hash="sha256")
+    for path in (RANK, "config.json"):
+        raw = (output / path).read_bytes()
+        (output / path).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    found = refused(output, signer, Options(today="2026-11-30", hash="blake3")).splitlines()
+    assert [line.partition("; expected sha256 ")[0] for line in found] == [
+        "config.json: not as it was written",
+        f"{RANK}: not as it was written",
+    ]
+
+
+def test_the_command_says_that_files_were_read_again(tonnage: Tonnage, place: Path, prepared: Path) -> None:
+    edit(prepared / "prepare.json", forget_sha256)
+    words = ("export", prepared, "--key", place / "key.pem", "--date", "2026-11-30")
+    done = tonnage(*words)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    done = tonnage(*words, "--hash", "blake3")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith(" were read once more for digests that were not on record\n")
+    assert len(done.stderr.splitlines()) == 1
+    assert tonnage("verify", prepared, "--key", place / "key.pub.pem").returncode == 0
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------
@@ -318,6 +417,44 @@ def test_prepare_refuses_a_package(place: Path, prepared: Path, signer: Signer) 
     assert contents(prepared) == before
 
 
+def test_prepare_takes_what_an_interrupted_export_left_for_its_own(
+    place: Path, prepared: Path, signer: Signer, tonnage: Tonnage
+) -> None:
+    """Killed before ``prepare.json`` went: the documents are there, one more under a temporary name, and the lock."""
+    before = contents(prepared)
+    package = shutil.copytree(prepared, prepared.with_name("package"))
+    export_package(package, signer, OPTIONS)
+    for name in DOCUMENTS:
+        shutil.copy(package / name, prepared / name)
+    left = ("model.sig", "plan.json")
+    for name in left:
+        (prepared / f".{name}.whole.partial").write_text("{")
+    (prepared / ".prepare").mkdir()
+    (prepared / ".prepare" / "lock").write_text("1\n")
+    words = ("prepare", place / "small", "--tp", 2, "--convert", "mxfp8", "-o", prepared, "--json")
+    done = tonnage(*words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(before["prepare.json"])
+    assert "--force starts over" in tonnage(*words, "--hash", "sha256").stderr
+    assert contents(prepared).keys() >= DOCUMENTS
+    done = tonnage(*words, "--force")
+    assert done.returncode == 0, done.stderr
+    after = contents(prepared)
+    assert after.keys() == before.keys()
+    assert all(after[path] == raw for path, raw in before.items() if path != "prepare.json")
+
+
+def test_prepare_takes_documents_without_a_record_for_somebody_elses(
+    place: Path, tmp_path: Path, tonnage: Tonnage
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "plan.json").write_text("{}")
+    done = tonnage("prepare", place / "small", "--tp", 2, "-o", tmp_path / "out", "--force")
+    assert done.returncode == 2
+    assert "output is in use" in done.stderr
+    assert (tmp_path / "out" / "plan.json").read_text() == "{}"
+
+
 # --- where ------------------------------------------------------------------------------------------------------------
 
 
@@ -389,6 +526,14 @@ def test_what_an_ended_preparation_left_of_its_journal_goes(prepared: Path, sign
         (prepared / ".prepare" / name).write_text("")
     export_package(prepared, signer, OPTIONS)
     assert not (prepared / ".prepare").exists()
+
+
+def test_a_manifest_with_another_sha256_of_a_document_is_not_signed_again(prepared: Path, signer: Signer) -> None:
+    export_package(prepared, signer, OPTIONS)
+    listed = sha256((prepared / "plan.json").read_bytes()).hexdigest().encode()
+    manifest = prepared / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(listed, b"0" * 64))
+    assert f"plan.json: not the one of the manifest; expected {'0' * 64}" in refused(prepared, signer)
 
 
 def test_a_file_of_a_finished_package_that_changed_is_named(prepared: Path, signer: Signer) -> None:
@@ -555,7 +700,8 @@ def test_command_says_what_it_made(tonnage: Tonnage, place: Path, prepared: Path
         "path": str(prepared),
         "name": "llama-tp2-c4-p4096-eagle-k3-20261130",
         "hash": "blake3",
-        "manifest_digest": blake3(files["manifest.json"]).hexdigest(),
+        "reread_bytes": 0,
+        "manifest_sha256": sha256(files["manifest.json"]).hexdigest(),
         "files": len(files),
         "bytes": sum(map(len, files.values())),
         "signer": {"method": "key", "identity": sha256((place / "key.pub.pem").read_bytes()).hexdigest()},

@@ -47,7 +47,12 @@ RECORDS = (
             job=number,
             files=(
                 WrittenFile(
-                    path=f"rank-{number}/é.safetensors", rank=number, payload_bytes=1, file_bytes=2, digest="d"
+                    path=f"rank-{number}/é.safetensors",
+                    rank=number,
+                    payload_bytes=1,
+                    file_bytes=2,
+                    digest="d",
+                    sha256="s" if number else None,
                 ),
             ),
             converted=(

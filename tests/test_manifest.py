@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tonnage.export.manifest import (
 )
 
 DIGEST = "0123456789abcdef" * 4
+SHA256 = "fedcba9876543210" * 4
 SMALL = Manifest(
     name="small-tp2-20261130",
     tonnage_version="1.2.3",
@@ -33,34 +35,48 @@ SMALL = Manifest(
     topology=Parallel(tp=2),
     ranks=(0, 1),
     files=(
-        PackagedFile(path="config.json", nbytes=7, digest=DIGEST),
+        PackagedFile(path="config.json", nbytes=7, digest=DIGEST, sha256=SHA256),
         PackagedFile(
-            path="weights/tp2/rank-0/a.safetensors", nbytes=100, digest=DIGEST, rank=0, tensors=2, payload_bytes=60
+            path="weights/tp2/rank-0/a.safetensors",
+            nbytes=100,
+            digest=DIGEST,
+            sha256=SHA256,
+            rank=0,
+            tensors=2,
+            payload_bytes=60,
         ),
-        PackagedFile(path="weights/tp2/rank-0/b.json", nbytes=5, digest=DIGEST, rank=0),
+        PackagedFile(path="weights/tp2/rank-0/b.json", nbytes=5, digest=DIGEST, sha256=SHA256, rank=0),
         PackagedFile(
-            path="weights/tp2/rank-1/a.safetensors", nbytes=90, digest=DIGEST, rank=1, tensors=1, payload_bytes=50
+            path="weights/tp2/rank-1/a.safetensors",
+            nbytes=90,
+            digest=DIGEST,
+            sha256=SHA256,
+            rank=1,
+            tensors=1,
+            payload_bytes=50,
         ),
     ),
 )
 WORKED = (
     b'{"files":['
-    b'{"digest":"%(d)s","nbytes":7,"path":"config.json","payload_bytes":0,"rank":null,"tensors":0},'
-    b'{"digest":"%(d)s","nbytes":100,"path":"weights/tp2/rank-0/a.safetensors","payload_bytes":60,"rank":0,"tensors":2},'
-    b'{"digest":"%(d)s","nbytes":5,"path":"weights/tp2/rank-0/b.json","payload_bytes":0,"rank":0,"tensors":0},'
-    b'{"digest":"%(d)s","nbytes":90,"path":"weights/tp2/rank-1/a.safetensors","payload_bytes":50,"rank":1,"tensors":1}],'
+    b'{"digest":"%(d)s","nbytes":7,"path":"config.json","payload_bytes":0,"rank":null,"sha256":"%(s)s","tensors":0},'
+    b'{"digest":"%(d)s","nbytes":100,"path":"weights/tp2/rank-0/a.safetensors","payload_bytes":60,"rank":0,"sha256":"%(s)s","tensors":2},'
+    b'{"digest":"%(d)s","nbytes":5,"path":"weights/tp2/rank-0/b.json","payload_bytes":0,"rank":0,"sha256":"%(s)s","tensors":0},'
+    b'{"digest":"%(d)s","nbytes":90,"path":"weights/tp2/rank-1/a.safetensors","payload_bytes":50,"rank":1,"sha256":"%(s)s","tensors":1}],'
     b'"hash":"blake3","layout":"tp","name":"small-tp2-20261130",'
     b'"ranks":[{"file_bytes":105,"payload_bytes":60,"rank":0,"tensors":2},'
     b'{"file_bytes":90,"payload_bytes":50,"rank":1,"tensors":1}],'
     b'"schema":"tonnage.manifest/1","tonnage_version":"1.2.3","topology":{"ep":1,"pp":1,"tp":2}}'
-) % {b"d": DIGEST.encode()}
+) % {b"d": DIGEST.encode(), b"s": SHA256.encode()}
 
 paths = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(is_package_path)
+digests = st.text("0123456789abcdef", min_size=64, max_size=64)
 files = st.builds(
     PackagedFile,
     path=paths,
     nbytes=st.integers(0, 2**53 - 1),
-    digest=st.text("0123456789abcdef", min_size=64, max_size=64),
+    digest=digests,
+    sha256=digests,
     rank=st.none() | st.integers(0, 2),
     tensors=st.integers(0, 2**40),
 )
@@ -68,13 +84,16 @@ manifests = st.builds(
     Manifest,
     name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
     tonnage_version=st.text(max_size=8),
-    hash=st.sampled_from(["blake3", "sha256"]),
+    hash=st.just("blake3"),
     layout=st.sampled_from(["tp", "hf"]),
     topology=st.builds(Parallel, tp=st.integers(1, 8), pp=st.integers(3, 5)),
     ranks=st.just((0, 1, 2)),
     files=st.lists(files, max_size=4, unique_by=lambda file: file.path).map(
         lambda found: tuple(sorted(found, key=lambda file: file.path))
     ),
+)
+manifests |= manifests.map(
+    lambda found: replace(found, hash="sha256", files=tuple(replace(file, sha256=None) for file in found.files))
 )
 
 
@@ -99,6 +118,15 @@ def test_bytes_are_canonical_and_read_back(manifest: Manifest) -> None:
     else:
         with pytest.raises(PackageError):
             parse_manifest(raw)
+
+
+def test_digests_are_stated_by_one_algorithm_or_two() -> None:
+    paths = [file.path for file in SMALL.files]
+    assert SMALL.digests("blake3") == dict.fromkeys(paths, DIGEST)
+    assert SMALL.digests("sha256") == dict.fromkeys(paths, SHA256)
+    alone = replace(SMALL, hash="sha256", files=tuple(replace(file, sha256=None) for file in SMALL.files))
+    assert alone.digests("sha256") == dict.fromkeys(paths, DIGEST)
+    assert alone.digests("blake3") == {}
 
 
 def changed(change: Callable[[dict[str, Any]], object]) -> bytes:
@@ -145,6 +173,9 @@ LIES = {
     "short digest": (put("files", 0, "digest", "ab"), "not a manifest"),
     "upper digest": (put("files", 0, "digest", DIGEST.upper()), "not a manifest"),
     "digest and a line": (put("files", 0, "digest", DIGEST + "\n"), "not a manifest"),
+    "short SHA-256": (put("files", 0, "sha256", "ab"), "not a manifest"),
+    "no SHA-256": (put("files", 0, "sha256", None), "SHA-256 of config.json beside its blake3; expected one"),
+    "SHA-256 twice": (put("hash", "sha256"), "SHA-256 of config.json beside its sha256; expected none"),
     "negative": (put("files", 0, "nbytes", -1), "not a manifest"),
     "huge": (put("files", 0, "nbytes", 2**53), "not a manifest"),
     "very huge": (put("files", 0, "nbytes", 10**400), "not a manifest"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -79,7 +80,8 @@ def test_what_is_planned_is_written(tonnage: Tonnage, source: Path, tmp_path: Pa
         payload = 0
         for file in rank["files"]:
             raw = (out / file["path"]).read_bytes()
-            assert (len(raw), blake3(raw).hexdigest()) == (file["file_bytes"], file["digest"])
+            digests = blake3(raw).hexdigest(), hashlib.sha256(raw).hexdigest()
+            assert (len(raw), *digests) == (file["file_bytes"], file["digest"], file["sha256"])
             payload += sum(len(tensor["data"]) for _, tensor in safetensors.deserialize(raw))
         assert payload == rank["payload_bytes"] == rank["planned_bytes"]
     converted = {tensor["tensor"] for tensor in document["converted"]}

@@ -296,6 +296,7 @@ LIES: dict[str, Lie] = {
     "payload of a file": lambda document: _first(document).update(payload_bytes=1),
     "size of a file": lambda document: _first(document).update(file_bytes=1),
     "digest": lambda document: _first(document).update(digest="0"),
+    "SHA-256": lambda document: _first(document).update(sha256="0"),
     "a file outside": lambda document: document["files"].append({**_first(document), "path": "../../../etc/passwd"}),
     "a file twice": lambda document: document["ranks"][0]["files"].append(_first(document)),
     "a file less": lambda document: document["ranks"][1]["files"].pop(),
@@ -325,7 +326,8 @@ def test_a_summary_is_believed_only_if_it_says_what_was_planned(source: Path, ou
 
 
 @pytest.mark.parametrize(
-    "change", [{"rank": 1}, {"rank": 7}, {"payload_bytes": 1}, {"digest": "no"}, {"digest": "A" * 64}]
+    "change",
+    [{"rank": 1}, {"rank": 7}, {"payload_bytes": 1}, {"digest": "no"}, {"digest": "A" * 64}, {"sha256": "A" * 64}],
 )
 def test_a_journal_that_lies_is_written_anew(source: Path, begun: Path, complete: Path, change: dict[str, Any]) -> None:
     path = begun / ".prepare" / "journal.jsonl"
@@ -425,6 +427,15 @@ def test_a_complete_preparation_without_digests_is_left_as_it_is(source: Path, c
 def test_a_summary_of_a_version_without_sources_and_plan_is_left_as_it_is(source: Path, out: Path) -> None:
     document = summary(out)
     del document["sources"], document["plan"]
+    (out / "prepare.json").write_text(json.dumps(document))
+    assert prepare(source, out) == []
+    assert summary(out) == document
+
+
+def test_a_summary_of_a_version_that_took_one_digest_is_left_as_it_is(source: Path, out: Path) -> None:
+    document = summary(out)
+    for file in (*document["files"], *(file for rank in document["ranks"] for file in rank["files"])):
+        del file["sha256"]
     (out / "prepare.json").write_text(json.dumps(document))
     assert prepare(source, out) == []
     assert summary(out) == document

@@ -34,7 +34,7 @@ SIGNATURES = Path(__file__).resolve().parent / "data" / "signatures"
 STOCK = Path(sys.executable).with_name("model_signing")
 SIGNED = Signed(
     name="small-tp2",
-    hash="blake3",
+    hash="sha256",
     digests={"manifest.json": "00" * 32, "weights/tp2/rank-0/a.safetensors": "ff" * 32, "config.json": "0a" * 32},
 )
 PEM = serialization.Encoding.PEM
@@ -370,7 +370,7 @@ STATEMENTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "shards": (lambda s: s["predicate"]["serialization"].update(method="shards", shard_size=1), "signs something else"),
     "links": (lambda s: s["predicate"]["serialization"].update(allow_symlinks=True), "signs something else"),
     "other hash": (lambda s: s["predicate"]["serialization"].update(hash_type="blake2"), "signs something else"),
-    "two hashes": (resource(0, algorithm="sha256"), "by another algorithm; expected blake3; found sha256"),
+    "two hashes": (resource(0, algorithm="blake3"), "by another algorithm; expected sha256; found blake3"),
     "no subject": (lambda s: s["subject"].clear(), "signs something else"),
     "two subjects": (lambda s: s["subject"].append(s["subject"][0]), "signs something else"),
     "other root": (lambda s: s["subject"][0]["digest"].update(sha256="00" * 32), "digest over all digests"),

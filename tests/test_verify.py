@@ -13,10 +13,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -437,12 +439,11 @@ def test_a_signed_manifest_whose_paths_leave_the_package_is_refused(package: Pat
     outside = replace(manifest.files[0], path="../outside.json", nbytes=2, digest=digest)
     raw = manifest_bytes(replace(manifest, files=tuple(sorted((outside, *manifest.files), key=lambda file: file.path))))
     (package / "manifest.json").write_bytes(raw)
-    from blake3 import blake3
 
     def state(statement: dict[str, Any]) -> None:
         for resource in statement["predicate"]["resources"]:
             if resource["name"] == "manifest.json":
-                resource["digest"] = blake3(raw).hexdigest()
+                resource["digest"] = sha256(raw).hexdigest()
 
     sign_statement(package, keys[0], state)
     (line,) = lines(check(package))
@@ -486,26 +487,55 @@ def test_a_signed_digest_that_is_not_the_listed_one_is_refused(package: Path, ke
 
 def test_digests_of_one_algorithm_do_not_pass_for_another(package: Path, keys, check) -> None:
     def one(statement: dict[str, Any]) -> None:
-        statement["predicate"]["resources"][0]["algorithm"] = "sha256"
+        statement["predicate"]["resources"][0]["algorithm"] = "blake3"
 
     sign_statement(package, keys[0], one)
-    assert "by another algorithm; expected blake3; found sha256" in lines(check(package))[0]
+    assert "by another algorithm; expected sha256; found blake3" in lines(check(package))[0]
 
     def every(statement: dict[str, Any]) -> None:
-        statement["predicate"]["serialization"]["hash_type"] = "sha256"
+        statement["predicate"]["serialization"]["hash_type"] = "blake3"
         for resource in statement["predicate"]["resources"]:
-            resource["algorithm"] = "sha256"
+            resource["algorithm"] = "blake3"
 
     sign_statement(package, keys[0], every)
     assert lines(check(package))[0].startswith("manifest.json: not the file that was signed; ")
 
 
 def test_a_manifest_that_calls_its_digests_by_another_name_is_refused(package: Path, keys, check) -> None:
-    sign_anew(package, keys[0], lambda manifest: replace(manifest, hash="sha256"))
+    def change(manifest: Manifest) -> Manifest:
+        files = tuple(replace(file, sha256=None) for file in manifest.files)
+        return replace(manifest, hash="sha256", files=files)
+
+    sign_anew(package, keys[0], change)
     found = lines(check(package))
     contents = [path for path in FILES if path not in ("manifest.json", "model.sig")]
     assert [line.partition(":")[0] for line in found] == contents
     assert all("expected sha256 " in line for line in found)
+
+
+def test_a_signature_by_the_other_algorithm_holds_for_every_file_too(
+    by_sha256: Path, tmp_path: Path, keys, check
+) -> None:
+    """A manifest by SHA-256 under a signature by BLAKE3: each file must have both digests."""
+    package = shutil.copytree(by_sha256, tmp_path / "package")
+
+    def state(statement: dict[str, Any]) -> None:
+        statement["predicate"]["serialization"]["hash_type"] = "blake3"
+        for resource in statement["predicate"]["resources"]:
+            resource["algorithm"] = "blake3"
+            resource["digest"] = blake3((package / resource["name"]).read_bytes()).hexdigest()
+
+    sign_statement(package, keys[0], state)
+    check(package).check()
+
+    def lie(statement: dict[str, Any]) -> None:
+        for resource in statement["predicate"]["resources"]:
+            if resource["name"] == "config.json":
+                resource["digest"] = "0" * 64
+
+    sign_statement(package, keys[0], lie)
+    (line,) = lines(check(package))
+    assert line.startswith(f"config.json: contents are not those signed; expected blake3 {'0' * 64}; found blake3 ")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"mediaType": 1}', b"[" * 100_000])
@@ -515,8 +545,6 @@ def test_a_signature_that_is_none_is_refused(content: bytes, package: Path, chec
 
 
 def test_a_signed_manifest_that_is_none_is_refused(package: Path, keys, check) -> None:
-    from blake3 import blake3
-
     raw = (package / "manifest.json").read_bytes()
     for content in (b"{}", raw + b"\n", raw.replace(b'"tp":2', b'"tp":3'), raw.replace(b'"ep":1', b'"ep":7')):
         (package / "manifest.json").write_bytes(content)
@@ -524,7 +552,7 @@ def test_a_signed_manifest_that_is_none_is_refused(package: Path, keys, check) -
         def state(statement: dict[str, Any], content: bytes = content) -> None:
             for resource in statement["predicate"]["resources"]:
                 if resource["name"] == "manifest.json":
-                    resource["digest"] = blake3(content).hexdigest()
+                    resource["digest"] = sha256(content).hexdigest()
 
         sign_statement(package, keys[0], state)
         assert lines(check(package))
@@ -748,7 +776,7 @@ def test_slots_that_do_not_agree_are_refused_though_they_are_signed(container: P
 
 @pytest.mark.parametrize("which", ["original", "by_sha256"])
 def test_a_package_signed_by_the_stock_command_is_verified(which: str, request, tmp_path: Path, keys, check) -> None:
-    """It always signs by SHA-256; every file is then held against both digests. Its paths to ignore change nothing."""
+    """By SHA-256, in an order of its own; what it would ignore is refused all the same."""
     source: Path = request.getfixturevalue(which)
     check(source).check()
     package = shutil.copytree(source, tmp_path / "package")
@@ -759,9 +787,43 @@ def test_a_package_signed_by_the_stock_command_is_verified(which: str, request, 
     assert done.returncode == 0, done.stderr
     check(package).check()
     with flipped(package / "config.json", 3, 1):
-        assert len(lines(check(package))) == (2 if which == "original" else 1)
+        assert len(lines(check(package))) == 1
     (package / ".gitattributes").write_bytes(b"")
     assert lines(check(package)) == ["1 file not of this package: .gitattributes"]
+
+
+def test_a_package_signed_by_the_stock_library_with_blake3_is_verified(package: Path, keys, check) -> None:
+    from model_signing import hashing, signing
+
+    (package / "model.sig").unlink()
+    config = signing.Config().use_elliptic_key_signer(private_key=keys[0])
+    config.set_hashing_config(hashing.Config().use_file_serialization(hashing_algorithm="blake3"))
+    config.sign(package, package / "model.sig")
+    found = check(package)
+    found.check()
+    assert found.signed.hash == "blake3"
+    flip(package / "config.json", 3, 1)
+    assert len(lines(check(package))) == 1
+
+
+def test_a_listed_sha256_that_is_not_the_signed_one_is_refused(package: Path, keys, check) -> None:
+    """Our own verification does not take it; a stock one would be told otherwise."""
+
+    def change(manifest: Manifest) -> Manifest:
+        first, *others = manifest.files
+        return replace(manifest, files=(replace(first, sha256="0" * 64), *others))
+
+    path = sign_anew(package, keys[0], change).files[0].path
+    signed = sha256((package / path).read_bytes()).hexdigest()
+
+    def state(statement: dict[str, Any]) -> None:
+        (resource,) = (one for one in statement["predicate"]["resources"] if one["name"] == path)
+        resource["digest"] = signed
+
+    sign_statement(package, keys[0], state)
+    assert lines(check(package)) == [
+        f"manifest.json: not the signed digest of {path}; expected {signed}; found {'0' * 64}"
+    ]
 
 
 def test_the_command_says_yes_with_a_table(tonnage: Tonnage, original: Path, keys) -> None:

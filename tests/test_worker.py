@@ -27,7 +27,7 @@ from blake3 import blake3
 
 from tonnage.errors import TonnageError
 from tonnage.formats.dtypes import payload_bytes
-from tonnage.prepare.io import FileFacts, NewFile, PrepareError, new_digest, source_facts
+from tonnage.prepare.io import FileFacts, NewFile, PrepareError, source_facts
 from tonnage.prepare.jobs import Job, OutputFile, OutputTensor, SourceFile, SourceTensor, Step, Take, WholeFile
 from tonnage.prepare.journal import SourceDigest
 from tonnage.prepare.layout import header_bytes
@@ -153,6 +153,7 @@ def test_every_rank_gets_its_slice_in_any_window(
         path = tmp_path / "out" / output.path
         assert read_back(path, "a.weight") == ("BF16", part.shape, part.tobytes())
         assert written.digest == blake3(path.read_bytes()).hexdigest()
+        assert written.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
         assert (written.file_bytes, written.payload_bytes) == (path.stat().st_size, part.nbytes)
     assert sum(seen) == job.written_bytes
 
@@ -234,11 +235,12 @@ def test_scalars_and_empty_tensors_are_written(tmp_path: Path) -> None:
     assert read_back(tmp_path / "out" / "a.safetensors", "empty") == ("BF16", (0, 4), b"")
 
 
-def test_sha256_is_the_one_of_hashlib(tmp_path: Path) -> None:
+def test_sha256_alone_is_the_one_of_hashlib(tmp_path: Path) -> None:
     source, job = plain_job(tmp_path)
     setup = Setup(source=source, output=tmp_path / "out", hash="sha256", window_bytes=64)
     (written,) = run_task(task_of(job, setup), setup, nothing).files
-    assert written.digest == hashlib.sha256((tmp_path / "out" / written.path).read_bytes()).hexdigest()
+    digest = hashlib.sha256((tmp_path / "out" / written.path).read_bytes()).hexdigest()
+    assert (written.digest, written.sha256) == (digest, None)
 
 
 @pytest.mark.parametrize("window_bytes", [1, 100, 8 << 20])
@@ -249,7 +251,8 @@ def test_files_that_come_along_are_copied(tmp_path: Path, window_bytes: int) -> 
     task = Task(number=0, work=WholeFile(path="sub/tokenizer.json", source="tokenizer.json"), source=facts)
     (written,) = run_task(task, setup, nothing).files
     assert (tmp_path / "out" / "sub" / "tokenizer.json").read_bytes() == random_bytes(1000)
-    assert (written.rank, written.file_bytes, written.digest) == (None, 1000, blake3(random_bytes(1000)).hexdigest())
+    digests = tuple(function(random_bytes(1000)).hexdigest() for function in (blake3, hashlib.sha256))
+    assert (written.rank, written.file_bytes, written.digest, written.sha256) == (None, 1000, *digests)
 
 
 @pytest.mark.parametrize(("name", "function"), [("blake3", blake3), ("sha256", hashlib.sha256)])
@@ -485,7 +488,7 @@ def open_files() -> int:
 def test_without_room_nothing_is_left_open_or_behind(tmp_path: Path) -> None:
     before = open_files()
     with pytest.raises(PrepareError, match=r"no space left|cannot be written"):
-        NewFile(tmp_path / "big", (1 << 63) - 1, tag="job-0", digest=new_digest("sha256"))
+        NewFile(tmp_path / "big", (1 << 63) - 1, tag="job-0")
     assert open_files() == before
     assert list(tmp_path.iterdir()) == []
 

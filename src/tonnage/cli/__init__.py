@@ -28,6 +28,9 @@ from tonnage.cli.verify import verify
 from tonnage.errors import TonnageError
 from tonnage.version import __version__
 
+_OF_EXTRAS = frozenset({"blake3", "cryptography", "model_signing", "numba", "numpy", "OpenSSL", "rfc8785"})
+"""Modules that planning needs none of."""
+
 UNUSABLE_INPUT = 2
 VERIFICATION_FAILED = 4
 
@@ -65,7 +68,8 @@ app.add_typer(calibrations, name="calibrations")
 def main() -> None:
     """Run the command; a refusal is printed on stderr, one line per problem, and exits with 2, or with its own status.
 
-    A closed pipe ends the command as it ends any other; output that cannot be written is a refusal too.
+    So is a module of an extra that is not installed. A closed pipe ends the command as it ends any other; output that
+    cannot be written is a refusal too.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
@@ -75,6 +79,10 @@ def main() -> None:
             sys.stdout.flush()
     except TonnageError as error:
         _refuse(str(error), status_of(error))
+    except ModuleNotFoundError as error:
+        if (name := (error.name or "").partition(".")[0]) not in _OF_EXTRAS:
+            raise
+        _refuse(f"{name} is not installed; it comes with `pip install 'tonnage[prepare,sign]'`")
     except OSError as error:
         sys.stdout = None  # nothing is left to flush at exit
         _refuse(f"cannot write the output; found {error.strerror}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from tonnage.cli.dates import date_of
 from tonnage.cli.options import Json, emit, emit_json, note
+from tonnage.cli.progress import later, progress
 from tonnage.units import unit_for
 
 if TYPE_CHECKING:
@@ -56,12 +58,18 @@ def export(
     draft_tokens: Annotated[
         int | None, typer.Option("--draft-tokens", min=1, max=_MOST_TOKENS, help="Tokens the draft guesses at once.")
     ] = None,
+    hash_name: Annotated[
+        Literal["blake3", "sha256"] | None,
+        typer.Option(
+            "--hash", help="Of the manifest's digests, if not as prepared. Digests not on record: files are read again."
+        ),
+    ] = None,
     into: Annotated[
         Path | None, typer.Option("--into", metavar="PARENT", help="Move the finished package to PARENT/NAME.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a signed package of what was prepared, where it is; no weight is read again.
+    """Make a signed package of what was prepared, where it is; no weight is read again, unless --hash asks for it.
 
     Example: tonnage export prepared --key key.pem --profile c4-p4096
     """
@@ -88,10 +96,12 @@ def export(
             draft_name=None if draft_name is None else check_name(draft_name, where="--draft-name"),
             draft_tokens=draft_tokens,
         ),
+        hash=hash_name,
     )
     by_key = _key(key, certificate, chain or [], password_env)
     signer = load_signer(_only(by_key, _sigstore(sigstore, identity_token_env, trust_config)))
-    exported = export_package(directory, signer, options, into=into)
+    with progress() if hash_name else nullcontext(lambda _: None) as show:
+        exported = export_package(directory, signer, options, into=into, on_progress=later(show))
     if as_json:
         emit_json(_document(exported, signer))
     else:
@@ -160,9 +170,10 @@ def _document(exported: Exported, signer: Signer) -> dict[str, object]:
         "path": str(exported.path),
         "name": manifest.name,
         "hash": manifest.hash,
-        "manifest_digest": exported.package.digest,
+        "manifest_sha256": exported.package.digest,
         "files": exported.files,
         "bytes": exported.nbytes,
+        "reread_bytes": exported.reread_bytes,
         "signer": {"method": signer.method, "identity": signer.identity},
         "changed": exported.changed,
     }
@@ -176,7 +187,9 @@ def _emit_table(exported: Exported, signer: Signer) -> None:
     emit(f"package   {manifest.name}")
     emit(f"path      {one_line(str(exported.path))}")
     emit(f"contents  {exported.files:,} files, {text(exported.nbytes)} {unit}, ranks {len(manifest.ranks)}")
-    emit(f"manifest  {manifest.hash} {exported.package.digest}")
+    emit(f"manifest  sha256 {exported.package.digest}; of its files {manifest.hash}")
     emit(f"signed    {signer.method} {one_line(signer.identity or '')}".rstrip())
+    if exported.reread_bytes:
+        note(f"{text(exported.reread_bytes)} {unit} were read once more for digests that were not on record")
     if not exported.changed:
         note("nothing was written: it was packaged and signed so before")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tonnage.cli.options import note
 from tonnage.units import unit_for
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tonnage.prepare.run import Standing
 
 _PLAIN_LINE_SECONDS = 10
+_SILENT_SECONDS = 2
 
 
 @contextmanager
@@ -52,6 +53,17 @@ def progress() -> Iterator[Callable[[Standing], None]]:
             bars.update(bar, completed=standing.done_bytes)
 
         yield show
+
+
+def later(show: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Show progress only of what takes a while."""
+    begin = time.monotonic()
+
+    def show_later(standing: Any) -> None:
+        if time.monotonic() - begin > _SILENT_SECONDS:
+            show(standing)
+
+    return show_later
 
 
 class _Lines:

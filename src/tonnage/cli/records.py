@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tonnage.errors import Problem
-from tonnage.prepare.io import PrepareError, new_digest, write_whole, writing
+from tonnage.prepare.io import PrepareError, write_whole, writing
 
 
 def write_record(path: Path, content: bytes, *, force: bool) -> None:
@@ -19,4 +19,4 @@ def write_record(path: Path, content: bytes, *, force: bool) -> None:
         there = path.exists() and not (path.is_file() and path.read_bytes() == content)
     if there and not force:
         raise PrepareError(Problem(where=str(path), what="something else is there already; --force writes over it"))
-    write_whole(path, content, digest=new_digest("sha256"))
+    write_whole(path, content)

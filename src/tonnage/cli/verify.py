@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tonnage.cli.options import Json, emit, emit_json
-from tonnage.cli.progress import progress
+from tonnage.cli.progress import later, progress
 from tonnage.units import unit_for
 
 if TYPE_CHECKING:
     from tonnage.errors import Problem
-    from tonnage.export.contents import Standing
     from tonnage.export.signature import Trust
     from tonnage.export.verify import Verification
 
 VERIFY_SCHEMA = "tonnage.verify/1"
-_SILENT_SECONDS = 2
 
 
 def verify(
@@ -57,7 +53,7 @@ def verify(
     trust = _trust(key, certificate_chain, identity, issuer, trust_config)
     request = VerifyRequest(ranks=tuple(rank) if rank else None, tp=tp, fast=fast)
     with progress() as show:
-        found = verify_package(directory, trust, request, _later(show))
+        found = verify_package(directory, trust, request, later(show))
     if as_json:
         emit_json(verification_document(found, trust))
     elif found.verified:
@@ -80,17 +76,6 @@ def _trust(
         return SigstoreIdentity(identity=identity, issuer=issuer, trust_config=trust_config)
     expected = "one of --key, --certificate-chain, and --identity with --issuer"
     raise UnitError(Problem(where="verify", what="by whom it must be signed", expected=expected))
-
-
-def _later(show: Callable[[Any], None]) -> Callable[[Standing], None]:
-    """Show progress only of what takes a while."""
-    begin = time.monotonic()
-
-    def show_later(standing: Standing) -> None:
-        if time.monotonic() - begin > _SILENT_SECONDS:
-            show(standing)
-
-    return show_later
 
 
 def _signer(trust: Trust) -> dict[str, str]:

@@ -12,8 +12,9 @@ import msgspec
 
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import Problem
-from tonnage.export.manifest import PLAN, PROVENANCE, Manifest, PackageError, Parallel
+from tonnage.export.manifest import Manifest, PackageError, Parallel
 from tonnage.export.planned import Planned, Prepared, check_plan, read_plan
+from tonnage.prepare.documents import PLAN, PROVENANCE
 
 
 class _Source(msgspec.Struct, frozen=True):

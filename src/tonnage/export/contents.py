@@ -11,10 +11,11 @@ from tonnage.checkpoint.skeletons import HeaderReader, ShardHeader
 from tonnage.errors import Problem, TonnageError
 from tonnage.export.agreement import document_problems, read_package_plan, read_provenance
 from tonnage.export.hashing import Content, Keep, Target, read_targets
-from tonnage.export.manifest import MANIFEST, PLAN, PROVENANCE, SIGNATURE, Manifest, PackagedFile
+from tonnage.export.manifest import Manifest, PackagedFile
 from tonnage.export.rank_checks import directory_problems, header_problems, stage_problems
 from tonnage.export.statement import Signed
 from tonnage.export.walk import tree_problems, walk_tree
+from tonnage.prepare.documents import MANIFEST, PLAN, PROVENANCE, SIGNATURE
 from tonnage.prepare.layout import rank_directory
 from tonnage.prepare.slots import SLOTS_FILE
 
@@ -60,13 +61,13 @@ class Scope:
 
     @property
     def hashes(self) -> tuple[Hash, ...]:
-        """The manifest's algorithm, and the signature's if it is another."""
-        return tuple(dict.fromkeys((self.manifest.hash, self.signed.hash)))
+        """The manifest's algorithm, and the signature's if it is one by which the manifest states no digests."""
+        stated = self.signed.hash in (self.manifest.hash, "sha256")
+        return (self.manifest.hash,) if stated else (self.manifest.hash, self.signed.hash)
 
     def expected(self, file: PackagedFile) -> tuple[str, ...]:
         """Return the digest of a file by each of the algorithms."""
-        by_name = {self.signed.hash: self.signed.digests[file.path], self.manifest.hash: file.digest}
-        return tuple(by_name[name] for name in self.hashes)
+        return (file.digest, self.signed.digests[file.path])[: len(self.hashes)]
 
 
 def check_files(root: int, scope: Scope, on_progress: Callable[[Standing], None]) -> tuple[int, list[Problem]]:

@@ -86,7 +86,8 @@ def read_targets(
     width = cores or len(os.sched_getaffinity(0))
     large, small = _parted(targets, width)
     yield from _read_all(root, large, account, at_once=1, width=width)
-    yield from _read_all(root, small, account, at_once=width, width=2 if len(small) <= width // 2 else 1)
+    long = sum(target.nbytes > LARGE_WINDOW_BYTES for target in small)
+    yield from _read_all(root, small, account, at_once=width, width=2 if long <= width // 2 else 1)
 
 
 def read_whole(root: int, path: str, *, limit_bytes: int) -> bytes:

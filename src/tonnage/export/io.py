@@ -2,13 +2,14 @@
 
 ``plan.json``, ``provenance.json`` and ``manifest.json`` are written first, then ``prepare.json`` goes, then the lock.
 Last ``model.sig`` gets its name: without it nothing is a package. Killed anywhere, the next run goes on from there. No
-weight is read: digests are those taken while writing, sizes are looked up, of safetensors files the headers are read.
+weight is read, unless a digest is asked for that was not taken while writing: sizes are looked up, of safetensors files
+the headers are read.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +17,19 @@ from typing import TYPE_CHECKING
 
 from tonnage.checkpoint.io import read_bytes, read_checkpoint_headers
 from tonnage.errors import Problem, raise_if_any
-from tonnage.export.manifest import MANIFEST, MANIFEST_LIMIT_BYTES, SIGNATURE, PackageError
-from tonnage.export.package import DOCUMENTS, Contents, Options, Package, keep_package, make_package
+from tonnage.export.contents import Standing
+from tonnage.export.digests import Digests, files_without, hash_of, read_digests, recorded_digests
+from tonnage.export.manifest import MANIFEST_LIMIT_BYTES, PackageError
+from tonnage.export.package import Contents, Options, Package, keep_package, make_package
 from tonnage.export.signature import SIGNATURE_LIMIT_BYTES
 from tonnage.export.walk import Tree, tree_problems, walk_tree
-from tonnage.prepare.io import NewFile, PrepareError, new_digest, sync_directory, write_whole, writing
+from tonnage.prepare.documents import MANIFEST, PACKAGE_DOCUMENTS, SIGNATURE, SUMMARY
+from tonnage.prepare.io import NewFile, PrepareError, sync_directory, write_whole, writing
 from tonnage.prepare.output_dir import (
     JOURNAL_FILE,
     LOCK_FILE,
     STATE,
     STATE_FILES,
-    SUMMARY,
     check_state,
     is_still,
     locked,
@@ -40,6 +43,7 @@ from tonnage.prepare.summary import SUMMARY_LIMIT_BYTES, read_summary
 
 if TYPE_CHECKING:
     from tonnage.export.sign import Signer
+    from tonnage.prepare.io import Hash
     from tonnage.prepare.summary import Summary
 
 
@@ -51,12 +55,14 @@ class Exported:
         path: Where it is.
         package: What it is.
         signature_bytes: Size of its signature.
+        reread_bytes: Of files that were read once more for digests that were not on record.
         changed: Whether anything was written; not if it was finished and signed with this key.
     """
 
     path: Path
     package: Package
     signature_bytes: int
+    reread_bytes: int
     changed: bool
 
     @property
@@ -71,7 +77,14 @@ class Exported:
         return listed + len(self.package.documents[MANIFEST]) + self.signature_bytes
 
 
-def export_package(directory: Path, signer: Signer, options: Options, *, into: Path | None = None) -> Exported:
+def export_package(
+    directory: Path,
+    signer: Signer,
+    options: Options,
+    *,
+    into: Path | None = None,
+    on_progress: Callable[[Standing], None] = lambda _: None,
+) -> Exported:
     """Make a package of a complete preparation and sign it; a finished one is signed again, if by another key.
 
     Args:
@@ -79,6 +92,7 @@ def export_package(directory: Path, signer: Signer, options: Options, *, into: P
         signer: Signs it.
         options: Its name, its plan.
         into: Directory to move it into, under its name, when it is whole; it stays where it is without.
+        on_progress: Told how far it is if files are read once more: when digests are asked for that are not on record.
 
     Raises:
         PackageError: The preparation is not complete, its files are not those on record, or there is no such name.
@@ -87,8 +101,8 @@ def export_package(directory: Path, signer: Signer, options: Options, *, into: P
     try:
         _check_begun(directory)
         with _held(directory) as lock:
-            remove_partials(directory, (*DOCUMENTS, SIGNATURE, SUMMARY))
-            package = _read(directory, options)
+            remove_partials(directory, (*PACKAGE_DOCUMENTS, SIGNATURE, SUMMARY))
+            package, reread_bytes = _read(directory, options, on_progress)
             goal = None if into is None else _goal(directory, into, package.manifest.name)
             signature = signer.sign(package.signed)
             changed = _publish(directory, package, signature, lock)
@@ -97,7 +111,13 @@ def export_package(directory: Path, signer: Signer, options: Options, *, into: P
     except OSError as error:
         where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(directory)
         raise PackageError(Problem(where=where, what="cannot be used", found=error.strerror)) from error
-    return Exported(path=goal or directory, package=package, signature_bytes=len(signature), changed=changed)
+    return Exported(
+        path=goal or directory,
+        package=package,
+        signature_bytes=len(signature),
+        reread_bytes=reread_bytes,
+        changed=changed,
+    )
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------
@@ -129,29 +149,40 @@ def _held(directory: Path) -> Iterator[int]:
                 remove_state(directory, (LOCK_FILE,))
 
 
-def _read(directory: Path, options: Options) -> Package:
-    """Return the package that is there, or will be; its files are there, with their sizes, and no others."""
+def _read(directory: Path, options: Options, on_progress: Callable[[Standing], None]) -> tuple[Package, int]:
+    """Return the package that is there, or will be, and the bytes read for its digests.
+
+    Its files are there, with their sizes, and no others.
+    """
     tree = _walk(directory)
     if SUMMARY not in tree.files:
         documents = {
             name: read_bytes(path_within(directory, name), limit_bytes=MANIFEST_LIMIT_BYTES, kind=PackageError)
-            for name in DOCUMENTS
+            for name in PACKAGE_DOCUMENTS
         }
         package = keep_package(documents, options)
         sizes = {file.path: file.nbytes for file in package.manifest.files}
         _check_tree(tree, sizes, (MANIFEST, *({SIGNATURE} & tree.files.keys())))
-        return package
+        return package, 0
     raw = read_bytes(directory / SUMMARY, limit_bytes=SUMMARY_LIMIT_BYTES, kind=PackageError)
     summary = read_summary(raw, where=SUMMARY)
     sizes = {file.path: file.file_bytes for file in summary.written}
-    _check_tree(tree, sizes, (SUMMARY, *(tree.files.keys() & set(DOCUMENTS))))
-    return make_package(summary, _contents(directory, summary), options)
+    _check_tree(tree, sizes, (SUMMARY, *(tree.files.keys() & set(PACKAGE_DOCUMENTS))))
+    contents = _contents(directory, summary)
+    digests, reread_bytes = _digests(directory, summary, options.hash, on_progress)
+    return make_package(summary, contents, digests, options), reread_bytes
 
 
 def _walk(directory: Path) -> Tree:
+    with _opened_root(directory) as root:
+        return walk_tree(root, closed=(STATE,))
+
+
+@contextmanager
+def _opened_root(directory: Path) -> Iterator[int]:
     root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        return walk_tree(root, closed=(STATE,))
+        yield root
     finally:
         os.close(root)
 
@@ -183,17 +214,42 @@ def _contents(directory: Path, summary: Summary) -> dict[str, Contents]:
     return found
 
 
+def _digests(
+    directory: Path, summary: Summary, asked: Hash | None, on_progress: Callable[[Standing], None]
+) -> tuple[Digests, int]:
+    """Return the digests of every file, and the bytes read for those that are not on record.
+
+    Raises:
+        PackageError: Files would have to be read, and it was not asked for; or they are not those on record.
+    """
+    recorded, wanted = recorded_digests(summary), asked or hash_of(summary)
+    lacking = frozenset(files_without(recorded, wanted))
+    if not lacking:
+        return recorded, 0
+    if asked is None:
+        what = f"no SHA-256 of {len(lacking)} files on record; prepare again, or let export read them once more"
+        raise PackageError(Problem(where=SUMMARY, what=what, expected=f"prepare --force, or export --hash {wanted}"))
+    sizes = {file.path: file.file_bytes for file in summary.written if file.path in lacking}
+    total = sum(sizes.values())
+
+    def tell(nbytes: int, files: int) -> None:
+        on_progress(Standing(done_bytes=nbytes, total_bytes=total, tasks_done=files, tasks=len(sizes)))
+
+    with _opened_root(directory) as root:
+        return {**recorded, **read_digests(root, sizes, recorded, wanted, tell)}, total
+
+
 # --- what is written --------------------------------------------------------------------------------------------------
 
 
 def _publish(directory: Path, package: Package, signature: bytes, lock: int) -> bool:
     """Write what is not there yet, the signature last; return whether anything was."""
-    missing = [name for name in DOCUMENTS if not _holds(directory / name, package.documents[name])]
+    missing = [name for name in PACKAGE_DOCUMENTS if not _holds(directory / name, package.documents[name])]
     for name in missing:
-        write_whole(path_within(directory, name), package.documents[name], digest=new_digest("sha256"))
+        write_whole(path_within(directory, name), package.documents[name])
     if not missing and not os.path.lexists(directory / SUMMARY) and _holds(directory / SIGNATURE, signature):
         return False
-    file = NewFile(path_within(directory, SIGNATURE), len(signature), tag="whole", digest=new_digest("sha256"))
+    file = NewFile(path_within(directory, SIGNATURE), len(signature), tag="whole")
     try:
         file.write(memoryview(signature))
         file.sync()

@@ -15,13 +15,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from tonnage.errors import Problem, TonnageError
+from tonnage.prepare.documents import MANIFEST, SIGNATURE
 from tonnage.topology import MOST_RANKS
 
 MANIFEST_SCHEMA: Literal["tonnage.manifest/1"] = "tonnage.manifest/1"
-MANIFEST = "manifest.json"
-PLAN = "plan.json"
-PROVENANCE = "provenance.json"
-SIGNATURE = "model.sig"
 MANIFEST_LIMIT_BYTES = 1 << 30
 LONGEST_NAME = 128
 NAME_RULE = f"letters, digits, '.', '_' and '-', at most {LONGEST_NAME}, a letter or digit first"
@@ -58,7 +55,8 @@ class PackagedFile:
     Attributes:
         path: Relative to the package, with ``/``.
         nbytes: Size.
-        digest: Of the whole file, lower-case hex.
+        digest: Of the whole file, by the manifest's algorithm, lower-case hex.
+        sha256: SHA-256 of the whole file, as signatures state it; ``None`` where ``digest`` is that.
         rank: Global rank whose directory it is in; ``None`` for a file of all ranks.
         tensors: Tensors in its header; 0 for a file without.
         payload_bytes: Bytes of these tensors.
@@ -67,6 +65,7 @@ class PackagedFile:
     path: str
     nbytes: _Count
     digest: _Digest
+    sha256: _Digest | None = None
     rank: _Count | None = None
     tensors: _Count = 0
     payload_bytes: _Count = 0
@@ -80,7 +79,7 @@ class Manifest:
         schema: Of the document.
         name: Of the package.
         tonnage_version: Who wrote it.
-        hash: Algorithm of the digests.
+        hash: Algorithm of the digests; beside those of another than SHA-256 stands SHA-256.
         layout: ``tp``: one directory per rank; ``hf``: one standard checkpoint.
         topology: Sizes the ranks were cut for.
         ranks: Global ranks in this package, ascending.
@@ -99,6 +98,12 @@ class Manifest:
     def of_rank(self, rank: int) -> tuple[PackagedFile, ...]:
         """Return the files of one rank."""
         return tuple(file for file in self.files if file.rank == rank)
+
+    def digests(self, algorithm: str) -> dict[str, str]:
+        """Return the digests by an algorithm, by path; none if they are not stated."""
+        if algorithm == self.hash:
+            return {file.path: file.digest for file in self.files}
+        return {file.path: file.sha256 for file in self.files if file.sha256 is not None and algorithm == "sha256"}
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
@@ -195,6 +200,9 @@ def _problems(manifest: Manifest, where: str) -> Iterator[Problem]:
             yield Problem(where=where, what="not a path of a file in a package", found=repr(file.path))
         if file.rank is not None and file.rank not in manifest.ranks:
             yield Problem(where=where, what=f"{file.path} is of a rank that is not here", found=str(file.rank))
+        if (file.sha256 is None) != (manifest.hash == "sha256"):
+            expected = "none" if manifest.hash == "sha256" else "one"
+            yield Problem(where=where, what=f"SHA-256 of {file.path} beside its {manifest.hash}", expected=expected)
         if file.payload_bytes > file.nbytes:
             yield Problem(where=where, what=f"{file.path} holds more than its size", found=str(file.payload_bytes))
     if list(manifest.ranks) != sorted(set(manifest.ranks)):

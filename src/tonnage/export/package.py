@@ -7,16 +7,14 @@ signs vouches for it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import Problem, raise_if_any
+from tonnage.export.digests import Digests, hash_of
+from tonnage.export.hashing import digest_of
 from tonnage.export.manifest import (
-    MANIFEST,
-    PLAN,
-    PROVENANCE,
-    SIGNATURE,
     Layout,
     Manifest,
     PackagedFile,
@@ -29,18 +27,14 @@ from tonnage.export.naming import check_name, date_in, package_name
 from tonnage.export.planned import Planned, PlannedProfile, Prepared, check_plan, read_plan, with_profile
 from tonnage.export.provenance import canonical, provenance, read_origin
 from tonnage.export.statement import Signed
-from tonnage.prepare.io import new_digest
+from tonnage.prepare.documents import MANIFEST, PACKAGE_DOCUMENTS, PLAN, PROVENANCE, SIGNATURE, SUMMARY
 from tonnage.prepare.layout import rank_directory
-from tonnage.prepare.output_dir import SUMMARY
 from tonnage.topology import Topology
 
 if TYPE_CHECKING:
     from tonnage.prepare.io import Hash
     from tonnage.prepare.journal import Identity, WrittenFile
     from tonnage.prepare.summary import Summary
-
-DOCUMENTS = (PLAN, PROVENANCE, MANIFEST)
-"""In the order they are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +47,7 @@ class Options:
         name: The name that is given.
         plan: The document of the plan that is given, in place of the recorded one.
         profile: What is given of the profile.
+        hash: Algorithm of the manifest's digests that is given, in place of the one it was prepared with.
     """
 
     today: str
@@ -60,10 +55,11 @@ class Options:
     name: str | None = None
     plan: Mapping[str, Any] | None = None
     profile: PlannedProfile = field(default_factory=PlannedProfile)
+    hash: Hash | None = None
 
     @property
     def given(self) -> bool:
-        """Whether anything is asked for that a finished package may not be."""
+        """Whether a name or a plan is asked for that a finished package may not have."""
         return (self.date, self.name, self.plan, self.profile) != (None, None, None, PlannedProfile())
 
 
@@ -89,22 +85,23 @@ class Package:
 
     @property
     def digest(self) -> str:
-        """Digest of the manifest."""
-        return _digest(self.documents[MANIFEST], self.manifest.hash)
+        """SHA-256 of the manifest, as it is signed."""
+        return digest_of(self.documents[MANIFEST], "sha256")
 
     @property
     def signed(self) -> Signed:
-        """What is to be signed: every file, the manifest among them."""
-        digests = {file.path: file.digest for file in self.manifest.files} | {MANIFEST: self.digest}
-        return Signed(name=self.manifest.name, hash=self.manifest.hash, digests=digests)
+        """What is to be signed: SHA-256 of every file, the manifest among them; stock verifiers take no other."""
+        digests = self.manifest.digests("sha256") | {MANIFEST: self.digest}
+        return Signed(name=self.manifest.name, hash="sha256", digests=digests)
 
 
-def make_package(summary: Summary, contents: Mapping[str, Contents], options: Options) -> Package:
+def make_package(summary: Summary, contents: Mapping[str, Contents], digests: Digests, options: Options) -> Package:
     """Return the package of a preparation.
 
     Args:
         summary: What is on record of it.
         contents: Of every safetensors file, by path, as its header says.
+        digests: Of every file: by the algorithm asked for, and SHA-256.
         options: Of the export.
 
     Raises:
@@ -115,15 +112,29 @@ def make_package(summary: Summary, contents: Mapping[str, Contents], options: Op
     raise_if_any(PackageError, _record_problems(summary, topology))
     raise_if_any(PackageError, _content_problems(summary, contents))
     layout: Layout = "hf" if identity.layout == "hf" else "tp"
-    hash_name: Hash = "sha256" if identity.hash == "sha256" else "blake3"
-    files = [_packaged(file, _rank_of(file, identity, topology), contents) for file in summary.written]
+    hash_name = options.hash or hash_of(summary)
+    files = [
+        PackagedFile(
+            path=file.path,
+            nbytes=file.file_bytes,
+            **_stated(digests[file.path], hash_name),
+            rank=_rank_of(file, identity, topology),
+            **asdict(contents.get(file.path, Contents(tensors=0, payload_bytes=0))),
+        )
+        for file in summary.written
+    ]
     plan, document = _plan(summary, files, topology, options)
     documents = {
         PLAN: canonical(document, where=PLAN),
-        PROVENANCE: canonical(provenance(summary, where=SUMMARY), where=PROVENANCE),
+        PROVENANCE: canonical(provenance(summary, hash_name=hash_name, where=SUMMARY), where=PROVENANCE),
     }
     files += [
-        PackagedFile(path=path, nbytes=len(raw), digest=_digest(raw, hash_name)) for path, raw in documents.items()
+        PackagedFile(
+            path=path,
+            nbytes=len(raw),
+            **_stated({name: digest_of(raw, name) for name in ("blake3", "sha256")}, hash_name),
+        )
+        for path, raw in documents.items()
     ]
     manifest = Manifest(
         name=_name(plan, topology, options, options.today),
@@ -150,6 +161,9 @@ def keep_package(documents: Mapping[str, bytes], options: Options) -> Package:
     """
     manifest = parse_manifest(documents[MANIFEST])
     raise_if_any(PackageError, _document_problems(manifest, documents))
+    what = "already packaged; prepare again to package it otherwise"
+    if options.hash not in (None, manifest.hash):
+        raise PackageError(Problem(where=MANIFEST, what=what, expected=manifest.hash, found=options.hash))
     if options.given:
         before = parse_object(documents[PLAN], where=PLAN, kind=PackageError)
         document = before if options.plan is None else options.plan
@@ -158,7 +172,6 @@ def keep_package(documents: Mapping[str, bytes], options: Options) -> Package:
         plan = read_plan(document, where=PLAN)
         today = date_in(manifest.name) or options.today
         name = _name(plan, manifest.topology, options, today)
-        what = "already packaged; prepare again to package it otherwise"
         if name != manifest.name:
             raise PackageError(Problem(where=MANIFEST, what=what, expected=manifest.name, found=name))
         if canonical(document, where=PLAN) != documents[PLAN]:
@@ -207,36 +220,21 @@ def _folder(topology: Parallel, rank: int) -> str:
     return rank_directory(Topology(tp=topology.tp, ep=topology.ep, pp=topology.pp), rank) + "/"
 
 
-def _packaged(file: WrittenFile, rank: int | None, contents: Mapping[str, Contents]) -> PackagedFile:
-    held = contents.get(file.path, Contents(tensors=0, payload_bytes=0))
-    return PackagedFile(
-        path=file.path,
-        nbytes=file.file_bytes,
-        digest=file.digest,
-        rank=rank,
-        tensors=held.tensors,
-        payload_bytes=held.payload_bytes,
-    )
-
-
-def _digest(raw: bytes, name: Hash) -> str:
-    digest = new_digest(name)
-    digest.update(memoryview(raw))
-    return digest.hexdigest()
+def _stated(digests: Mapping[Hash, str], name: Hash) -> dict[str, Any]:
+    """Return the digests of a file as a manifest by this algorithm states them."""
+    return {"digest": digests[name], "sha256": None if name == "sha256" else digests["sha256"]}
 
 
 def _record_problems(summary: Summary, topology: Parallel) -> Iterator[Problem]:
-    """Yield what of a record cannot be: its layout and hash, and files that are not where their rank's are."""
+    """Yield what of a record cannot be: its layout, and files that are not where their rank's are."""
     identity = summary.identity
-    known = (("layout", identity.layout, ("tp", "hf")), ("hash", identity.hash, ("blake3", "sha256")))
-    for what, found, names in known:
-        if found not in names:
-            yield Problem(where=SUMMARY, what=f"unknown {what}", expected=" or ".join(names), found=repr(found))
+    if identity.layout not in ("tp", "hf"):
+        yield Problem(where=SUMMARY, what="unknown layout", expected="tp or hf", found=repr(identity.layout))
     if not identity.ranks or tuple(rank.rank for rank in summary.ranks) != identity.ranks:
         yield Problem(where=SUMMARY, what="ranks are not those prepared", expected=str(identity.ranks))
         return
     for file in summary.written:
-        if file.path in (*DOCUMENTS, SIGNATURE, SUMMARY):
+        if file.path in (*PACKAGE_DOCUMENTS, SIGNATURE, SUMMARY):
             yield Problem(where=file.path, what="a file of the checkpoint is called as one that every package has")
     for rank in summary.ranks:
         for file in rank.files:
@@ -256,8 +254,10 @@ def _content_problems(summary: Summary, contents: Mapping[str, Contents]) -> Ite
 
 
 def _document_problems(manifest: Manifest, documents: Mapping[str, bytes]) -> Iterator[Problem]:
-    recorded = {file.path: file.digest for file in manifest.files}
-    for path in (PLAN, PROVENANCE):
-        found = _digest(documents[path], manifest.hash)
-        if recorded.get(path) != found:
-            yield Problem(where=path, what="not the one of the manifest", expected=recorded.get(path), found=found)
+    hashes: tuple[Hash, ...] = ("blake3", "sha256") if manifest.hash == "blake3" else ("sha256",)
+    for name in hashes:
+        recorded = manifest.digests(name)
+        for path in (PLAN, PROVENANCE):
+            found = digest_of(documents[path], name)
+            if recorded.get(path) != found:
+                yield Problem(where=path, what="not the one of the manifest", expected=recorded.get(path), found=found)

@@ -17,6 +17,7 @@ from tonnage.export.manifest import PackageError, Parallel
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from tonnage.prepare.io import Hash
     from tonnage.prepare.journal import Identity
     from tonnage.prepare.summary import Summary
 
@@ -55,11 +56,12 @@ def read_origin(identity: Identity, *, where: str) -> Origin:
     return Origin(topology=Parallel(tp=tp, ep=ep, pp=pp), family=family, recipe=digest)
 
 
-def provenance(summary: Summary, *, where: str) -> dict[str, Any]:
+def provenance(summary: Summary, *, hash_name: Hash, where: str) -> dict[str, Any]:
     """Return the document.
 
     Args:
         summary: Of the preparation.
+        hash_name: Algorithm of the package's digests; those of the source keep theirs.
         where: It is from.
 
     Raises:
@@ -86,7 +88,7 @@ def provenance(summary: Summary, *, where: str) -> dict[str, Any]:
             "nonfinite": identity.nonfinite,
             "layout": identity.layout,
             "quant_style": identity.quant_style,
-            "hash": identity.hash,
+            "hash": hash_name,
             "format_version": identity.format_version,
         },
         "schedule": identity.schedule,

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from tonnage.errors import Problem, TonnageError
-from tonnage.export.manifest import SIGNATURE, PackageError
+from tonnage.export.manifest import PackageError
 from tonnage.export.statement import PAYLOAD_TYPE, Signed, read_statement
+from tonnage.prepare.documents import SIGNATURE
 
 if TYPE_CHECKING:
     from cryptography import x509

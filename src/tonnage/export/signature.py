@@ -21,8 +21,8 @@ import msgspec
 
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import Problem, TonnageError
-from tonnage.export.manifest import SIGNATURE
 from tonnage.export.statement import PAYLOAD_TYPE, Signed, read_statement
+from tonnage.prepare.documents import SIGNATURE
 
 SIGNATURE_LIMIT_BYTES = 64 << 20
 _MOST_CERTIFICATES = 16

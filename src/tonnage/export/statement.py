@@ -13,7 +13,8 @@ import msgspec
 
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import Problem, TonnageError, raise_if_any
-from tonnage.export.manifest import SIGNATURE, is_package_path
+from tonnage.export.manifest import is_package_path
+from tonnage.prepare.documents import SIGNATURE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

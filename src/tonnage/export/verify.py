@@ -17,11 +17,7 @@ from tonnage.errors import CheckpointError, PlacementError, Problem, TonnageErro
 from tonnage.export.contents import Scope, Standing, check_files, keep_of
 from tonnage.export.hashing import ReadRefusedError, digest_of, read_whole
 from tonnage.export.manifest import (
-    MANIFEST,
     MANIFEST_LIMIT_BYTES,
-    PLAN,
-    PROVENANCE,
-    SIGNATURE,
     Manifest,
     PackageError,
     parse_manifest,
@@ -29,6 +25,7 @@ from tonnage.export.manifest import (
 from tonnage.export.rank_checks import place_problems, topology_of
 from tonnage.export.signature import SIGNATURE_LIMIT_BYTES, SignatureRefusedError, Trust, read_signature
 from tonnage.export.statement import Signed
+from tonnage.prepare.documents import MANIFEST, PLAN, PROVENANCE, SIGNATURE
 from tonnage.prepare.layout import rank_directory
 
 _MOST_NAMED = 10
@@ -196,14 +193,13 @@ def _scope(signed: Signed, manifest: Manifest, request: VerifyRequest) -> Scope:
 
 
 def _signed_problems(signed: Signed, manifest: Manifest) -> Iterator[Problem]:
-    """Yield where manifest and signature differ; together they state one digest per file, or one per algorithm."""
+    """Yield where manifest and signature differ: in the files they name, or in a digest that both state."""
     listed = {file.path: file for file in manifest.files}
     yield from _named(MANIFEST, "files listed and not signed", listed.keys() - signed.digests.keys())
     yield from _named(MANIFEST, "files signed and not listed", signed.digests.keys() - listed.keys() - {MANIFEST})
     yield from _named(MANIFEST, "files every package has are not listed", {PLAN, PROVENANCE} - listed.keys())
-    for path in sorted(listed.keys() & signed.digests.keys()) if signed.hash == manifest.hash else ():
-        if listed[path].digest != signed.digests[path]:
-            expected, found = signed.digests[path], listed[path].digest
+    for path, found in manifest.digests(signed.hash).items():
+        if found != (expected := signed.digests.get(path, found)):
             yield Problem(where=MANIFEST, what=f"not the signed digest of {path}", expected=expected, found=found)
     for file in manifest.files:
         if keep_of(file.path) == "all" and file.nbytes > INDEX_LIMIT_BYTES:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tonnage.api import read_config
 from tonnage.checkpoint.io import CheckpointHeaders, digest_headers, read_bytes, read_checkpoint_headers
 from tonnage.errors import CheckpointError, Problem, TonnageError, one_line, raise_if_any
-from tonnage.export.manifest import MANIFEST, MANIFEST_LIMIT_BYTES, PROVENANCE, SIGNATURE, PackageError
+from tonnage.export.manifest import MANIFEST_LIMIT_BYTES, PackageError
 from tonnage.measure.classes import class_sums
 from tonnage.measure.packages import Comparison, MeasuredPackage, Origin, compare
 from tonnage.measure.places import Places, check_no_link, find_places
@@ -24,8 +24,9 @@ from tonnage.measure.record import (
 )
 from tonnage.measure.statement import FileSize, Statement, contradictions, package_statement, preparation_statement
 from tonnage.measure.topology import decide_topology, misplaced
+from tonnage.prepare.documents import MANIFEST, PROVENANCE, SIGNATURE, SUMMARY
 from tonnage.prepare.io import PrepareError
-from tonnage.prepare.output_dir import STATE, SUMMARY, is_package
+from tonnage.prepare.output_dir import STATE, is_package
 from tonnage.prepare.reader import layer_files
 from tonnage.prepare.summary import SUMMARY_LIMIT_BYTES
 from tonnage.recipes.blueprint import Blueprint, blueprint_of

@@ -13,12 +13,12 @@ from typing import Literal
 import msgspec
 
 from tonnage.errors import Problem
-from tonnage.export.manifest import MANIFEST, PROVENANCE, PackageError, Parallel, parse_manifest
+from tonnage.export.manifest import PackageError, Parallel, parse_manifest
 from tonnage.export.naming import date_in
 from tonnage.export.provenance import read_origin
 from tonnage.measure.packages import Origin, PackageKind
 from tonnage.prepare.checks import is_digest
-from tonnage.prepare.output_dir import SUMMARY
+from tonnage.prepare.documents import MANIFEST, PROVENANCE, SUMMARY
 from tonnage.prepare.summary import read_summary
 
 SUFFIX = ".safetensors"

@@ -138,10 +138,10 @@ def check_memory(needed: int, workers: int) -> None:
 
 
 def is_as_planned(file: WrittenFile, planned: OutputSize) -> bool:
-    """Whether the record of a file says what was planned, and has a digest."""
+    """Whether the record of a file says what was planned, and has a digest, or two."""
     recorded = (file.path, file.rank, file.payload_bytes, file.file_bytes)
     wanted = (planned.path, planned.rank, planned.payload_bytes, planned.file_bytes)
-    return recorded == wanted and is_digest(file.digest)
+    return recorded == wanted and is_digest(file.digest) and (file.sha256 is None or is_digest(file.sha256))
 
 
 def is_digest(text: str | None) -> bool:

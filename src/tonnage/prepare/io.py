@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from tonnage.errors import Problem, TonnageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
 Hash = Literal["blake3", "sha256"]
@@ -52,6 +52,14 @@ def new_digest(name: Hash) -> Digest:
     from blake3 import blake3  # noqa: PLC0415 - not needed for SHA-256
 
     return blake3()
+
+
+def new_digests(name: Hash) -> tuple[Digest, ...]:
+    """Return what hashes a written file: the algorithm asked for, then SHA-256 if that is another.
+
+    A signature states SHA-256, the one that every verifier takes.
+    """
+    return (new_digest(name),) if name == "sha256" else (new_digest(name), new_digest("sha256"))
 
 
 # --- sources --------------------------------------------------------------------------------------------------------
@@ -181,14 +189,14 @@ def shown(facts: FileFacts) -> str:
 class NewFile:
     """A file being written from front to back; it has a temporary name until :meth:`publish`."""
 
-    def __init__(self, path: Path, nbytes: int, *, tag: str, digest: Digest) -> None:
+    def __init__(self, path: Path, nbytes: int, *, tag: str, digests: Sequence[Digest] = ()) -> None:
         """Create it, with room for all its bytes.
 
         Args:
             path: Its final place; the directory exists.
             nbytes: Its final size.
             tag: Goes into the temporary name.
-            digest: Of the whole file; has taken nothing yet.
+            digests: Of the whole file; they have taken nothing yet.
 
         Raises:
             PrepareError: It cannot be created, or there is no room for it.
@@ -197,7 +205,7 @@ class NewFile:
         self.nbytes = nbytes
         self.position = 0
         self._begun = 0
-        self._digest = digest
+        self._digests = digests
         self._partial = path.with_name(f".{path.name}.{tag}{PARTIAL}")
         with writing(path):
             self._partial.unlink(missing_ok=True)
@@ -215,7 +223,8 @@ class NewFile:
         Raises:
             PrepareError: They cannot be written.
         """
-        self._digest.update(piece)
+        for digest in self._digests:
+            digest.update(piece)
         done = 0
         with writing(self.path):
             while done < len(piece):
@@ -260,18 +269,18 @@ class NewFile:
                 finally:
                     self._partial.unlink(missing_ok=True)
 
-    def hexdigest(self) -> str:
-        """Return the digest of what was written."""
-        return self._digest.hexdigest()
+    def hexdigests(self) -> tuple[str, ...]:
+        """Return the digests of what was written."""
+        return tuple(digest.hexdigest() for digest in self._digests)
 
 
-def write_whole(path: Path, content: bytes, *, digest: Digest) -> str:
-    """Write a small file at once, under its final name when it is on the disk, and return its digest.
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a small file at once, under its final name when it is on the disk.
 
     Raises:
         PrepareError: It cannot be written.
     """
-    file = NewFile(path, len(content), tag="whole", digest=digest)
+    file = NewFile(path, len(content), tag="whole")
     try:
         file.write(memoryview(content))
         file.sync()
@@ -279,7 +288,6 @@ def write_whole(path: Path, content: bytes, *, digest: Digest) -> str:
     finally:
         file.close()
     sync_directory(path.parent)
-    return file.hexdigest()
 
 
 def sync_directory(path: Path) -> None:

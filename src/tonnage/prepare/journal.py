@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tonnage.errors import Problem
-from tonnage.prepare.io import FileFacts, PrepareError, new_digest, shown, sync_directory, write_whole, writing
+from tonnage.prepare.io import FileFacts, PrepareError, shown, sync_directory, write_whole, writing
 from tonnage.prepare.output_dir import check_single
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ class WrittenFile:
         rank: Global rank; ``None`` for a file of all ranks.
         payload_bytes: Bytes of tensors.
         file_bytes: Size.
-        digest: Of the whole file.
+        digest: Of the whole file, by the identity's algorithm.
+        sha256: SHA-256 of the whole file where that is another; ``None`` too if a version took none.
     """
 
     path: str
@@ -88,6 +89,7 @@ class WrittenFile:
     payload_bytes: int
     file_bytes: int
     digest: str
+    sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,7 @@ def write_outputs(path: Path, file_bytes: Mapping[str, int]) -> None:
         PrepareError: It cannot be written.
     """
     content = msgspec.json.encode(OutputList(file_bytes=dict(sorted(file_bytes.items()))))
-    write_whole(path, content, digest=new_digest("sha256"))
+    write_whole(path, content)
     sync_directory(path.parent.parent)
 
 
@@ -213,7 +215,7 @@ class Journal:
 def create_journal(path: Path, identity: Identity) -> Journal:
     """Write a journal of nothing done, whole or not at all, and open it."""
     line = msgspec.json.encode(identity) + b"\n"
-    write_whole(path, line, digest=new_digest("sha256"))
+    write_whole(path, line)
     sync_directory(path.parent.parent)
     return Journal(path, len(line))
 

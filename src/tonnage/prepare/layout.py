@@ -14,6 +14,7 @@ import msgspec
 
 from tonnage.checkpoint.index import is_plain_file_name
 from tonnage.formats.dtypes import DTYPE_BITS
+from tonnage.prepare.documents import PACKAGE_DOCUMENTS, SUMMARY
 from tonnage.prepare.jobs import Job, OutputFile, OutputTensor, ScaleRule, SourceTensor, Step, Take
 from tonnage.prepare.takes import Part
 from tonnage.topology import Topology
@@ -36,8 +37,6 @@ _NEVER = (
     ".index.json",
 )
 """Code, weights, pickles, indexes."""
-_OF_OUTPUTS = frozenset({"prepare.json", "manifest.json", "plan.json", "provenance.json"})
-"""What an earlier preparation or package says of itself."""
 _PREFIX_BYTES = 8
 _HEADER_MULTIPLE = 8
 _WHOLE = "0"
@@ -139,7 +138,7 @@ def choose_side_files(sizes: Mapping[str, int]) -> tuple[str, ...]:
         for name, nbytes in sorted(sizes.items())
         if (name.endswith(_SIDE_SUFFIXES) or name.startswith(_SIDE_PREFIXES))
         and not name.endswith(_NEVER)
-        and name not in _OF_OUTPUTS
+        and name not in (SUMMARY, *PACKAGE_DOCUMENTS)
         and not name.startswith(".")
         and nbytes <= SIDE_FILE_BYTES
         and is_plain_file_name(name)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tonnage.errors import Problem
+from tonnage.prepare.documents import MANIFEST, SIGNATURE, SUMMARY
 from tonnage.prepare.io import PARTIAL, PrepareError, sync_directory, writing
 
 if TYPE_CHECKING:
@@ -27,12 +28,6 @@ OUTPUTS_FILE = f"{STATE}/outputs.json"
 """What a preparation may have written here: on the disk before the first of it, and until the last is removed."""
 
 STATE_FILES = frozenset({LOCK_FILE, JOURNAL_FILE, OUTPUTS_FILE})
-
-SUMMARY = "prepare.json"
-"""Written last: where it is, the preparation is complete."""
-
-PACKAGE_FILES = ("manifest.json", "model.sig")
-"""What a signed package has instead of a summary."""
 
 LOCK_WAIT_SECONDS = 30
 _MOST_NAMED = 10
@@ -89,7 +84,8 @@ def make_parents(root: Path, relative: str) -> Path:
 
 def is_package(directory: Path) -> bool:
     """Whether a directory is a finished package, as export makes one of a complete preparation."""
-    return all(os.path.lexists(directory / name) for name in PACKAGE_FILES) and not os.path.lexists(directory / SUMMARY)
+    has_all = all(os.path.lexists(directory / name) for name in (MANIFEST, SIGNATURE))
+    return has_all and not os.path.lexists(directory / SUMMARY)
 
 
 @contextmanager
@@ -210,7 +206,8 @@ def check_foreign(directory: Path, ours: Collection[str], unfinished: Collection
     Args:
         directory: The output directory, or where none is yet.
         ours: Files that may be there; those of the state may always be.
-        unfinished: Files that may be there under a temporary name; those of the state and the summary may always be.
+        unfinished: Files that may be there under a temporary name; those of the state, the summary and the
+            signature may always be.
 
     Raises:
         PrepareError: Naming the first of them.
@@ -238,7 +235,7 @@ def _is_ours(relative: str, ours: Collection[str], unfinished: Collection[str]) 
         return _is_state(relative.removeprefix(f"{STATE}/"))
     final = _partial_of(name)
     finished = None if final is None else f"{folder}{slash}{final}"
-    return relative in ours or (finished is not None and (finished in unfinished or finished == SUMMARY))
+    return relative in ours or (finished is not None and (finished in (*unfinished, SUMMARY, SIGNATURE)))
 
 
 def _refuse_foreign(directory: Path, relatives: Iterable[str]) -> None:

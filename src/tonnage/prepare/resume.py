@@ -23,6 +23,7 @@ from tonnage.prepare.checks import (
     is_recorded,
     is_written,
 )
+from tonnage.prepare.documents import PACKAGE_DOCUMENTS, SIGNATURE, SUMMARY
 from tonnage.prepare.io import PrepareError, sync_directory
 from tonnage.prepare.journal import (
     JOURNAL_LIMIT_BYTES,
@@ -40,7 +41,6 @@ from tonnage.prepare.output_dir import (
     LOCK_FILE,
     OUTPUTS_FILE,
     STATE,
-    SUMMARY,
     check_foreign,
     check_state,
     find_partials,
@@ -215,7 +215,7 @@ def _is_begun(output: Path) -> bool:
 def _unfinished(preparation: Preparation, named: Iterable[str]) -> set[str]:
     """Return the files that may be there in part: planned, recorded, or of the run itself."""
     planned = {one.path for one in preparation.survey.outputs}
-    return planned | {*named, SUMMARY, JOURNAL_FILE, OUTPUTS_FILE}
+    return planned | {*named, SUMMARY, SIGNATURE, JOURNAL_FILE, OUTPUTS_FILE}
 
 
 def _check_room(
@@ -263,6 +263,7 @@ def _recorded(output: Path) -> tuple[frozenset[str], frozenset[str]]:
     if summary is not None:
         with suppress(PrepareError):  # somebody else's
             found.update((SUMMARY, *(file.path for file in read_summary(summary, where=SUMMARY).written)))
+            found.update(PACKAGE_DOCUMENTS)  # of an export that was interrupted
     with suppress(PrepareError):  # damaged: the list of outputs names what it did
         journal = _journal(output)
         found.update(file.path for record in (journal[1] if journal else ()) for file in record.files)

@@ -9,18 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 from tonnage.prepare.checks import check_headers, check_sizes
-from tonnage.prepare.io import new_digest, write_whole
+from tonnage.prepare.documents import SUMMARY
+from tonnage.prepare.io import write_whole
 from tonnage.prepare.jobs import Job
 from tonnage.prepare.journal import JobRecord, SourceDigest, WrittenFile
 from tonnage.prepare.messages import Progress
-from tonnage.prepare.output_dir import SUMMARY, path_within, remove_partials
+from tonnage.prepare.output_dir import path_within, remove_partials
 from tonnage.prepare.pool import Worker, run_tasks, started
 from tonnage.prepare.preparation import Preparation, make_tasks
 from tonnage.prepare.resume import begin, check_held, completed, held
 from tonnage.prepare.summary import RankSummary, Summary, check_bytes, summary_bytes
 from tonnage.prepare.survey import in_order
+
+_MODULES = ("blake3", "numba", "numpy")
+"""What workers import when they need it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +60,11 @@ def run_preparation(
     Raises:
         PrepareError: Another run is at work here, the directory holds something else, or a task is refused. What was
             done stays done.
+        ModuleNotFoundError: The extra ``prepare`` is not installed.
     """
     output = preparation.setup.output
     start = time.monotonic()
+    _check_installed()
     with held(preparation) as lock:
         earlier = None if force else completed(preparation)
         if earlier is not None:
@@ -67,8 +74,15 @@ def run_preparation(
         summary = _summary(preparation, records, time.monotonic() - start)
         check_bytes(summary, preparation.survey.outputs, preparation.planned_bytes, where=str(output / SUMMARY))
         check_held(output, lock)
-        write_whole(path_within(output, SUMMARY), summary_bytes(summary), digest=new_digest("sha256"))
+        write_whole(path_within(output, SUMMARY), summary_bytes(summary))
         return summary
+
+
+def _check_installed() -> None:
+    """Refuse here what no worker could import."""
+    for name in _MODULES:
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def _write(

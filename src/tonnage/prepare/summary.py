@@ -219,8 +219,10 @@ def _weights(plan: Mapping[str, Any]) -> tuple[_PlannedRank, ...] | None:
 
 
 def _said(file: OutputSize | WrittenFile) -> str:
-    digest = f", digest {file.digest}" if isinstance(file, WrittenFile) else ""
-    return f"rank {file.rank}, {file.payload_bytes} of {file.file_bytes} bytes{digest}"
+    digests = ""
+    if isinstance(file, WrittenFile):
+        digests = f", digest {file.digest}" + (f", SHA-256 {file.sha256}" if file.sha256 else "")
+    return f"rank {file.rank}, {file.payload_bytes} of {file.file_bytes} bytes{digests}"
 
 
 def _difference(where: str, field: str, expected: str, found: str) -> Problem:

@@ -18,7 +18,16 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
 from tonnage.errors import Problem, TonnageError
-from tonnage.prepare.io import RESUME, NewFile, PrepareError, new_digest, opened_source, read_into, sync_directory
+from tonnage.prepare.io import (
+    RESUME,
+    NewFile,
+    PrepareError,
+    new_digest,
+    new_digests,
+    opened_source,
+    read_into,
+    sync_directory,
+)
 from tonnage.prepare.jobs import Job, OutputFile, SourceFile, Step, WholeFile
 from tonnage.prepare.journal import ConvertedTensor, JobRecord, SourceDigest, WrittenFile
 from tonnage.prepare.messages import BUG_STATUS, GONE_STATUS, Progress, Refused, Setup, Task
@@ -98,13 +107,7 @@ def _write_job(
     return tuple(
         (
             files[output.rank][0],
-            WrittenFile(
-                path=output.path,
-                rank=output.rank,
-                payload_bytes=output.payload_bytes,
-                file_bytes=files[output.rank][0].nbytes,
-                digest=files[output.rank][0].hexdigest(),
-            ),
+            _written(files[output.rank][0], output.path, rank=output.rank, payload_bytes=output.payload_bytes),
         )
         for output in job.outputs
     ), tuple(converted)
@@ -143,7 +146,7 @@ def _convert(stream: Stream, step: Step, setup: Setup) -> ConvertedTensor:
 def _create(task: Task, output: OutputFile, header: bytes, setup: Setup, stack: ExitStack) -> tuple[NewFile, int]:
     """Create an output file and write its header; return it with the length of the header."""
     path = make_parents(setup.output, output.path)
-    file = NewFile(path, len(header) + output.payload_bytes, tag=f"job-{task.number}", digest=new_digest(setup.hash))
+    file = NewFile(path, len(header) + output.payload_bytes, tag=f"job-{task.number}", digests=new_digests(setup.hash))
     stack.callback(file.close)
     file.write(memoryview(header))
     return file, len(header)
@@ -155,7 +158,7 @@ def _write_whole(
     """Write a file that comes along, from the source or from its content."""
     path = make_parents(setup.output, whole.path)
     nbytes = len(whole.content) if task.source is None else task.source.nbytes
-    file = NewFile(path, nbytes, tag=f"job-{task.number}", digest=new_digest(setup.hash))
+    file = NewFile(path, nbytes, tag=f"job-{task.number}", digests=new_digests(setup.hash))
     stack.callback(file.close)
     if task.source is None:
         file.write(memoryview(whole.content))
@@ -164,8 +167,20 @@ def _write_whole(
         for piece in _read_through(task.source, setup):
             file.write(piece)
             on_bytes(len(piece))
-    record = WrittenFile(path=whole.path, rank=None, payload_bytes=0, file_bytes=nbytes, digest=file.hexdigest())
-    return ((file, record),)
+    return ((file, _written(file, whole.path, rank=None, payload_bytes=0)),)
+
+
+def _written(file: NewFile, path: str, *, rank: int | None, payload_bytes: int) -> WrittenFile:
+    """Return the record of a file that was written to its end."""
+    digest, *others = file.hexdigests()
+    return WrittenFile(
+        path=path,
+        rank=rank,
+        payload_bytes=payload_bytes,
+        file_bytes=file.nbytes,
+        digest=digest,
+        sha256=others[0] if others else None,
+    )
 
 
 def _digest_source(task: Task, setup: Setup, on_bytes: Callable[[int], None]) -> SourceDigest:
