@@ -109,6 +109,29 @@ def test_a_rank_above_the_estimate_without_any_credit_is_refused():
         calibrate(FITTING, [measurement(100_218_878_812)])
 
 
+def test_ranks_that_save_more_than_there_is_to_convert_are_refused():
+    # without a credit 100,292,737,883: the counted bytes and the latent pair's share over 8 ranks are 12,027,232,256
+    with pytest.raises(CreditError, match="the ranks save more than there is to convert"):
+        calibrate(FITTING, [measurement(100_292_737_883 - 12_027_232_256 - 1)])
+
+
+def test_evidence_names_its_packages_and_counts_none_twice():
+    digests = ("a" * 64, "b" * 64)
+    record = calibrate(FITTING, [measurement(94_526_085_728, packages=2, package_digests=digests)])
+    assert record.evidence[0].package_digests == digests
+    for again in (measurement(94_526_085_728, package_digests=digests[:1]), measurement(94_526_085_728)):
+        other = measurement(94_526_085_728, source="a copy" if again.package_digests else again.source,
+                            package_digests=again.package_digests)  # fmt: skip
+        with pytest.raises(CreditError, match="twice"):
+            calibrate(FITTING, [again, other])
+
+
+@pytest.mark.parametrize("name", ["../evil", "MyCal", "a b", "", "x" * 101, "-rf", "a\n"])
+def test_what_can_be_no_name_of_a_record_is_refused_before_anything_is_written(name: str):
+    with pytest.raises(CreditError, match="--name: not a name of a record"):
+        calibrate(FITTING, [measurement(94_526_085_728)], name=name)
+
+
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +190,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a name that is a path": {"id": "../x"},
     "a date that is none": {"date": "yesterday"},
     "bytes beyond any memory": {"inputs": {"device_bytes": 2**63, "counted_bf16_bytes": 1}},
+    "its own successor": {"supersedes": [SEED_RECORD.id]},
     "a measured rank of nothing": {"evidence": [{"source": "x", "largest_rank_bytes": 0, "smallest_rank_bytes": 0}]},
 }
 
@@ -360,6 +384,29 @@ def test_check_exits_5_when_a_measured_rank_is_one_byte_above_the_estimate(tonna
     )  # fmt: skip
     assert planned.returncode == 2
     assert "lies under a rank measured" in planned.stderr
+
+
+def test_calibrate_again_with_the_same_inputs_changes_nothing(tonnage, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1790000000")
+    words = [word for word in CALIBRATE if word not in ("--before", "kimi-k3.1-pro-exl3-2bit-tp8-375")]
+    kept = tmp_path / "tonnage" / "calibrations" / "kimi_k31-tp8-475.json"
+    assert tonnage(*words, "--save").returncode == 0
+    first = kept.read_bytes()
+    assert parse_record(first, where="x").supersedes == (SEED_RECORD.id,)
+    again = tonnage(*words, "--save")
+    assert (again.returncode, kept.read_bytes()) == (0, first), again.stderr
+    assert "calibrated" in tonnage(
+        "plan", "src/tonnage/synth/kimi_k31.json", "--tp", "8", "--estimator", "credit",
+        "--device-bytes", "802341903064",
+    ).stdout  # fmt: skip
+
+
+def test_check_refuses_a_measurement_that_no_record_is_for(tonnage, tmp_path):
+    (tmp_path / "tp4.json").write_text(json.dumps({"tp_size": 4, "largest_rank_bytes": 5, "smallest_rank_bytes": 4}))
+    done = tonnage("calibrations", "check", "--measured", tmp_path / "tp4.json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "tp4.json" in done.stderr
 
 
 def test_list_and_show_name_the_shipped_records(tonnage):

@@ -270,3 +270,17 @@ def test_every_plan_document_can_be_read_and_says_the_same() -> None:
         assert found.total.difference_bytes == -engines
         assert [one.component for one in found.lines if one.remark == "not measured"] == ["reserve", "draft.weights"]
         assert explain_document(found)["lines"][0]["difference_bytes"] is None
+
+
+def test_measured_ranks_that_hold_the_draft_are_held_against_weights_and_draft() -> None:
+    checkpoint = checkpoint_from_config(LLAMA, name="small", digest=DIGEST)
+    request = PlanRequest(tp=2, draft_bytes=1000)
+    document = plan_document(checkpoint, request, plan_checkpoint(checkpoint, request), Profile(), ())
+    plan = read_planned_weights(json.dumps(document).encode(), "plan.json")
+    weights = plan.ranks[0].bound_bytes
+    report = {"tp_size": 2, "largest_rank_bytes": weights + 500, "smallest_rank_bytes": weights}
+    measured = read_measurement(json.dumps(report).encode(), "measured.json")
+    assert [one.rank for one in explain(plan, measured).below]
+    drafted = explain(plan.with_draft(), measured)
+    assert drafted.below == ()
+    assert drafted.total.difference_bytes == 0

@@ -6,6 +6,7 @@ The arithmetic is :mod:`tonnage.credit`; here measurements become evidence, and 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from tonnage.calibrations.credit_records import (
     Evidence,
     Inputs,
     RankBytes,
+    check_name,
     record_document,
 )
 from tonnage.credit import MXFP8_SAVES, CreditChoice, CreditInputs, choose_permille, credit_estimate, credit_savings
@@ -60,7 +62,6 @@ def calibrate(
     measurements: Sequence[Measurement],
     *,
     name: str | None = None,
-    supersedes: Sequence[str] = (),
     not_measured: Sequence[str] = (),
 ) -> CreditRecord:
     """Return the record of the largest credit whose estimate is at or above every measured rank.
@@ -69,19 +70,20 @@ def calibrate(
         fitting: Checkpoint, topology and step.
         measurements: Of packages of this checkpoint and TP size, at least one.
         name: Of the record; made of checkpoint, TP size and credit if not given.
-        supersedes: Records this one takes the place of.
         not_measured: What else the evidence does not cover.
 
     Raises:
         CreditError: A measurement is of another checkpoint or TP size, or holds more than the estimate without any
             credit.
     """
-    raise_if_any(CreditError, tuple(_mismatches(fitting, measurements)))
+    raise_if_any(CreditError, (*_mismatches(fitting, measurements), *_repeated(measurements)))
     measured = [rank.payload_bytes for measurement in measurements for rank in measurement.ranks]
     choice = choose_permille(fitting.inputs, measured, step=fitting.step_permille)
+    _check_possible(choice)
+    identifier = check_name(name) if name is not None else _record_name(fitting, choice)
     unknown = [] if all(measurement.is_complete for measurement in measurements) else [_BETWEEN]
     return CreditRecord(
-        id=name or _record_name(fitting, choice),
+        id=identifier,
         date=fitting.date,
         checkpoint=CheckpointFacts(
             name=fitting.name, family=fitting.family, digest=fitting.digest, stored_bytes=fitting.stored_bytes
@@ -97,7 +99,6 @@ def calibrate(
         permille=choice.permille,
         evidence=tuple(map(evidence_of, measurements)),
         not_measured=(*unknown, *_ALWAYS_UNMEASURED, *not_measured),
-        supersedes=tuple(supersedes),
     )
 
 
@@ -113,6 +114,7 @@ def evidence_of(measurement: Measurement) -> Evidence:
         source=measurement.source,
         date=measurement.date,
         packages=measurement.packages,
+        package_digests=measurement.package_digests,
         largest_rank_bytes=measurement.largest_bytes,
         smallest_rank_bytes=measurement.smallest_bytes,
         ranks=ranks if measurement.is_complete else (),
@@ -175,9 +177,49 @@ def _mismatches(fitting: Fitting, measurements: Sequence[Measurement]) -> Iterat
             )
 
 
+def _repeated(measurements: Sequence[Measurement]) -> Iterator[Problem]:
+    """Yield packages that stand in the evidence twice."""
+    digests = [digest for measurement in measurements for digest in measurement.package_digests]
+    for digest, times in Counter(digests).items():
+        if times > 1:
+            yield Problem(where="--measured", what="a package is measured twice", expected="once", found=digest)
+    sources = [(one.source, one.ranks) for one in measurements if not one.package_digests]
+    for source, times in Counter(sources).items():
+        if times > 1:
+            yield Problem(where="--measured", what="given twice", expected="once", found=source[0])
+
+
+def _check_possible(choice: CreditChoice) -> None:
+    """Refuse measurements that save more than every counted byte: they are not of what was counted.
+
+    Raises:
+        CreditError: As said.
+    """
+    bound, counted = choice.bound.projections_bytes, choice.bound.inputs.counted_bf16_bytes
+    if bound > counted:
+        raise CreditError(
+            Problem(
+                where="--measured",
+                what="the ranks save more than there is to convert; are --device-bytes and --draft-bytes those of the "
+                "packages?",
+                expected=f"at most {counted} bytes",
+                found=f"{bound} bytes",
+            )
+        )
+
+
 def _record_name(fitting: Fitting, choice: CreditChoice) -> str:
     plain = re.sub(r"[^a-z0-9._]+", "-", fitting.name.lower()).strip("-._")[:60] or fitting.family.replace("_", "-")
     return f"{plain}-tp{fitting.inputs.tp_size}-{choice.permille}"
+
+
+def without_record(records: Sequence[CreditRecord], measurements: Sequence[Measurement], *, named: bool) -> list[str]:
+    """Return the sources of measurements that can be held against none of the records."""
+    return [
+        measurement.source
+        for measurement in measurements
+        if not any(True for record in records for _ in evidence_for(record, [measurement], named=named))
+    ]
 
 
 def evidence_for(record: CreditRecord, measurements: Sequence[Measurement], *, named: bool) -> Iterator[Evidence]:

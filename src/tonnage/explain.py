@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -27,7 +27,7 @@ PLAN_LIMIT_BYTES = 64 << 20
 Verdict = Literal["equal", "above", "below"]
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_WEIGHTS, _PADDING, _ENGINE = "weights.", "padding.", "engine."
+_WEIGHTS, _PADDING, _ENGINE, _DRAFT = "weights.", "padding.", "engine.", "draft."
 _PADDED_SLICES = frozenset(_PADDING + role for role in ROLES)
 """Zeros behind the slice of a role are written; the padding of a module an engine fuses has its name and is not."""
 
@@ -89,6 +89,17 @@ class PlannedWeights:
     topology: Parallel
     ranks: tuple[PlannedRank, ...]
     numerics: Mapping[str, Any]
+
+    def with_draft(self) -> PlannedWeights:
+        """Return the plan as of ranks whose files hold the draft as well."""
+        return replace(
+            self,
+            ranks=tuple(replace(rank, lines=tuple(_drafted(line) for line in rank.lines)) for rank in self.ranks),
+        )
+
+
+def _drafted(line: PlannedLine) -> PlannedLine:
+    return replace(line, component=_WEIGHTS + line.component) if line.component.startswith(_DRAFT) else line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

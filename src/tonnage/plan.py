@@ -188,14 +188,17 @@ def make_credit_plan(
     line = exact_line("weights.credit", estimate, source, basis)
     ranks = tuple(RankLedger(rank=rank, lines=(line, *_held_lines(held))) for rank in range(inputs.tp_size))
     note = (
-        f"credit {permille} permille of {inputs.counted_bf16_bytes} counted + 1/16 of {inputs.latent_pair_bytes} "
-        f"latent: saves {savings} of {inputs.device_bytes} bytes over {inputs.tp_size} ranks"
+        f"credit {permille} permille of {inputs.counted_bf16_bytes:,} counted + 1/16 of {inputs.latent_pair_bytes:,} "
+        f"latent: saves {savings:,} of {inputs.device_bytes:,} bytes over {inputs.tp_size} ranks"
     )
+    notes = [note]
+    if basis == "assumed":
+        notes.append("the credit is assumed: a rank may hold more than estimated, until a package is measured")
     return Plan(
         placement=None,
         supply=supply,
         ranks=ranks,
-        notes=(note,),
+        notes=tuple(notes),
         pessimism=(*_credit_pessimism(inputs, savings), *_held_pessimism(held)),
     )
 

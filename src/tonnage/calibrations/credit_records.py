@@ -6,6 +6,7 @@ record whose estimate lies under one of its own measurements is refused wherever
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -26,8 +27,9 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 _Permille = Annotated[int, msgspec.Meta(ge=0, le=1000)]
 _Step = Annotated[int, msgspec.Meta(ge=1, le=1000)]
-Id = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,99}$")]
-Date = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
+Id = Annotated[str, msgspec.Meta(pattern=rf"\A{_NAME.pattern}\Z")]
+Date = Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{4}-[0-9]{2}-[0-9]{2}\Z")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class Evidence:
         source: Where it is from: a package's name, or who reported it.
         date: When it was measured, if known.
         packages: How many packages it covers.
-        package_digest: Of the package, if known.
+        package_digests: Of the packages, if known.
         largest_rank_bytes: Of the rank that holds most.
         smallest_rank_bytes: Of the rank that holds least.
         ranks: Of every rank, if known.
@@ -82,7 +84,7 @@ class Evidence:
     source: _Text
     date: Date | None = None
     packages: _Size = 1
-    package_digest: _Text | None = None
+    package_digests: tuple[_Text, ...] = ()
     largest_rank_bytes: _Size
     smallest_rank_bytes: _Size
     ranks: tuple[RankBytes, ...] = ()
@@ -127,6 +129,11 @@ class CreditRecord:
     not_measured: tuple[_Text, ...]
     supersedes: tuple[Id, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Refuse a record that would take its own place."""
+        if self.id in self.supersedes:
+            raise ValueError(f"{self.id} supersedes itself")
+
     @property
     def credit_inputs(self) -> CreditInputs:
         """The inputs as the estimator takes them."""
@@ -145,6 +152,18 @@ class CreditRecord:
         worst = max(evidence.worst_bytes for evidence in self.evidence)
         bound = CreditBound(inputs=self.credit_inputs, largest_measured_bytes=worst)
         return CreditChoice(bound=bound, permille=self.permille, step_permille=self.step_permille)
+
+
+def check_name(name: str) -> str:
+    """Return the name of a record, if it can be one: it is the name of a file as well.
+
+    Raises:
+        CreditError: It cannot.
+    """
+    if _NAME.fullmatch(name) is None:
+        expected = "lower-case letters, digits, dots, underscores and dashes, at most 100"
+        raise CreditError(Problem(where="--name", what="not a name of a record", expected=expected, found=repr(name)))
+    return name
 
 
 def parse_record(raw: bytes, *, where: str) -> CreditRecord:
@@ -262,7 +281,7 @@ def use_record(record: CreditRecord, subject: Subject) -> Chosen:
     """
     if problems := tuple(contradictions(record)):
         raise CreditError(*problems)
-    about = f"calibration {record.id}, {record.permille} permille, {record.date}"
+    about = f"calibration {record.id} of {record.date}, {record.permille} permille"
     if not record.evidence:
         return Chosen(record=record, basis="assumed", why=f"{about}, without any measurement")
     same, tp = _is_same(record, subject), record.tp == subject.tp

@@ -85,14 +85,17 @@ def find_record(name: str) -> CreditRecord:
 
 
 def find_records(name: str) -> tuple[Found, ...]:
-    """Return the record of a name, of a file, or those of a directory.
+    """Return the record of a file, of a name, or those of a directory.
 
     Raises:
         CreditError: There is no such record, or a file is none.
     """
+    path = Path(name)
+    if path.is_file():
+        return tuple(records_at(path))
     known = {found.record.id: found for found in known_records()}
     if name in known:
         return (known[name],)
-    if not os.path.lexists(name):
+    if not path.is_dir():
         raise CreditError(Problem(where=name, what="no such calibration record", expected=", ".join(known)))
-    return tuple(records_at(Path(name)))
+    return tuple(records_at(path))

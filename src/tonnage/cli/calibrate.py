@@ -50,6 +50,8 @@ def calibrate(
 
     Example: tonnage calibrate ./Kimi-K3.1-EXL3 --tp 8 --measured measured.json -o kimi-k3.1-tp8.json
     """
+    from dataclasses import replace
+
     from tonnage.api import PlanRequest, open_checkpoint
     from tonnage.calibrate import calibrate as fit
     from tonnage.calibrate import calibrate_document
@@ -68,14 +70,10 @@ def calibrate(
         draft_bytes=parse_size(draft_bytes, where="--draft-bytes"),
     )
     fitting = _fitting(checkpoint, request, step_permille, date)
-    earlier = _earlier(checkpoint, request, before)
-    record = fit(
-        fitting,
-        measurements,
-        name=name,
-        supersedes=_supersedes(fitting, earlier, name),
-        not_measured=not_measured or (),
-    )
+    record = fit(fitting, measurements, name=name, not_measured=not_measured or ())
+    earlier = _earlier(checkpoint, request, before, record)
+    if earlier is not None and earlier.tp == record.tp:
+        record = replace(record, supersedes=(earlier.id,))
     document = calibrate_document(record, earlier)
     written = [path for path in (output, user_directory() / f"{record.id}.json" if save else None) if path is not None]
     for path in written:
@@ -117,22 +115,19 @@ def _fitting(checkpoint: Checkpoint, request: PlanRequest, step: int, date: str 
     )
 
 
-def _earlier(checkpoint: Checkpoint, request: PlanRequest, before: str | None) -> CreditRecord | None:
-    """Return the record to compare with."""
+def _earlier(
+    checkpoint: Checkpoint, request: PlanRequest, before: str | None, record: CreditRecord
+) -> CreditRecord | None:
+    """Return the record to compare with: the one named, or another that a plan would take as calibrated."""
     from tonnage.api import subject_of
     from tonnage.calibrations.credit_records import choose_record
     from tonnage.calibrations.io import find_record, known_records
 
     if before is not None:
         return find_record(before)
-    chosen = choose_record([found.record for found in known_records()], subject_of(checkpoint, request))
+    others = [found.record for found in known_records() if found.record.id != record.id]
+    chosen = choose_record(others, subject_of(checkpoint, request))
     return chosen.record if chosen is not None and chosen.basis == "calibrated" else None
-
-
-def _supersedes(fitting: Fitting, earlier: CreditRecord | None, name: str | None) -> tuple[str, ...]:
-    """Return the record that the new one replaces: that of the same checkpoint and TP size, under another name."""
-    same = earlier is not None and earlier.tp == fitting.inputs.tp_size and earlier.id != name
-    return (earlier.id,) if same and earlier is not None else ()
 
 
 def _emit_table(document: dict[str, Any]) -> None:
@@ -158,7 +153,8 @@ def _emit_table(document: dict[str, Any]) -> None:
         ("ideal", f"{document['ideal_savings_bytes']:,} B", f"{document['ideal_fraction']:.1%}".replace("%", " %")),
     ]
     if before is not None:
-        more = f"{before['pessimism_bytes']:,} B above the largest rank"
+        above = before["pessimism_bytes"]
+        more = f"{abs(above):,} B {'above' if above >= 0 else 'BELOW'} the largest rank"
         rows.append((f"before: {before['permille']} permille", f"{before['estimate_bytes']:,} B", more))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     for justify in ("left", "right", "left"):

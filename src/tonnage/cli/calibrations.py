@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tonnage.cli.options import Json, emit, emit_json
+from tonnage.errors import CreditError, Problem, one_line
 
 if TYPE_CHECKING:
     from tonnage.calibrations.io import Found
@@ -35,28 +36,25 @@ def list_records(records: Records = None, as_json: Json = False) -> None:
 
     Example: tonnage calibrations list
     """
-    rows = [_row(found) for found in _found(records)]
+    listed = _found(records)
+    rows = [_row(found) for found in listed]
     if as_json:
         emit_json({"schema": SCHEMA, "records": rows})
         return
-    from rich.table import Table
-    from rich.text import Text
-
-    from tonnage.report.tables import render
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("record", "tp", "permille", "packages", "headroom_bytes", "date", "path"):
-        table.add_column(column.replace("_", " "), overflow="fold")
+    replaced = {identifier for found in listed for identifier in found.record.supersedes}
     for row in rows:
-        headroom = "" if row["headroom_bytes"] is None else f"{row['headroom_bytes']:,}"
-        cells = (row["id"], row["tp"], row["permille"], row["packages"], headroom, row["date"], row["path"])
-        table.add_row(*(Text(str(cell)) for cell in cells))
-    emit(render(table))
+        headroom = "none" if row["headroom_bytes"] is None else f"{row['headroom_bytes']:,} bytes"
+        evidence = f"fitted to {_counted(row['packages'])}" if row["packages"] else "assumed"
+        state = "; superseded" if row["id"] in replaced else ""
+        emit(f"{one_line(row['id'])} ({one_line(row['path'])})")
+        emit(f"  {one_line(row['checkpoint'])} ({one_line(row['family'])}), TP {row['tp']}, {row['date']}{state}")
+        emit(f"  {row['permille']} permille, {evidence}, headroom {headroom}")
 
 
 @calibrations.command("show")
 def show_record(
     name: Annotated[str, typer.Argument(metavar="RECORD", help="Name of a record, or a file.")],
+    as_json: Json = True,  # noqa: ARG001 - a record is shown as it is written
 ) -> None:
     """Print one record with all that follows from it.
 
@@ -81,27 +79,36 @@ def check_records(
 
     Example: tonnage calibrations check
     """
-    from tonnage.calibrate import evidence_for
+    from tonnage.calibrate import evidence_for, without_record
     from tonnage.calibrations.credit_records import contradictions
     from tonnage.measure.io import read_measurement_file
 
     measurements = [read_measurement_file(path) for path in measured or ()]
+    known = _found(records)
+    if unused := without_record([found.record for found in known], measurements, named=bool(records)):
+        what = "measured of another checkpoint or TP size than any of the records; name the record it is meant for"
+        raise CreditError(*(Problem(where=source, what=what) for source in unused))
     rows = []
-    for found in _found(records):
-        further = evidence_for(found.record, measurements, named=bool(records))
+    for found in known:
+        further = tuple(evidence_for(found.record, measurements, named=bool(records)))
         problems = contradictions(found.record, further)
-        rows.append({**_row(found), "problems": [str(problem) for problem in problems]})
+        packages = sum(evidence.packages for evidence in (*found.record.evidence, *further))
+        rows.append({**_row(found), "packages": packages, "problems": [str(problem) for problem in problems]})
     holds = not any(row["problems"] for row in rows)
     if as_json:
         emit_json({"schema": SCHEMA, "holds": holds, "records": rows})
     else:
         for row in rows:
-            evidence = f"{row['packages']} packages" if row["packages"] else "assumed, no evidence"
+            evidence = _counted(row["packages"]) if row["packages"] else "assumed, no evidence"
             emit(f"{row['id']}: {'CONTRADICTED' if row['problems'] else 'holds'} ({evidence})")
             for problem in row["problems"]:
                 emit(f"  {problem}")
     if not holds:
         raise typer.Exit(CONTRADICTED)
+
+
+def _counted(packages: int) -> str:
+    return f"{packages} package{'s' if packages > 1 else ''}"
 
 
 def _found(names: list[str] | None) -> tuple[Found, ...]:

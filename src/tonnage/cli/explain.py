@@ -22,6 +22,9 @@ def explain(
     rank: Annotated[
         int | None, typer.Option("--rank", min=0, help="Which rank; by default the one that holds most.")
     ] = None,
+    with_draft: Annotated[
+        bool, typer.Option("--with-draft", help="The measured ranks hold the draft that the plan counts beside them.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Say line by line where planned and measured bytes of a rank differ, the largest difference first.
@@ -38,6 +41,8 @@ def explain(
 
     raw = read_bytes(plan, limit_bytes=PLAN_LIMIT_BYTES, kind=MeasurementError)
     planned = read_planned_weights(raw, plan.name)
+    if with_draft:
+        planned = planned.with_draft()
     explanation = explain_rank(planned, read_measurement_file(measured), rank=rank)
     if as_json:
         emit_json(explain_document(explanation))

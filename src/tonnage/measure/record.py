@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
@@ -76,6 +76,7 @@ class Measurement:
             smallest rank has these two, and :attr:`is_complete` is false.
         tp: Tensor-parallel size; ``None`` if unknown. Likewise ``ep`` and ``pp``.
         packages: How many were measured.
+        package_digests: Of those that say it.
         checkpoint_name: What was cut.
         checkpoint_digest: SHA-256 as in ``plan --json``.
         convert: What preparation did to convertible weights.
@@ -90,6 +91,7 @@ class Measurement:
     ep: int | None = None
     pp: int | None = None
     packages: int = 1
+    package_digests: tuple[str, ...] = ()
     checkpoint_name: str | None = None
     checkpoint_digest: str | None = None
     convert: str | None = None
@@ -171,9 +173,9 @@ class _Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Package:
-    """A package of the record; only how many there are matters to those who calculate."""
+    """A package of the record: what tells it from others."""
 
-    name: str | None = None
+    digest: _Sha256 | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +214,10 @@ class _Report:
 
 
 def _of_document(found: _Document, where: str) -> Measurement:
-    measurement = _measurement(found, found.ranks, where, packages=len(found.packages) or 1, identical=found.identical)
+    measurement = replace(
+        _measurement(found, found.ranks, where, packages=len(found.packages) or 1, identical=found.identical),
+        package_digests=tuple(package.digest for package in found.packages if package.digest),
+    )
     problems = [*_rank_problems(measurement), *_sum_problems(found, measurement)]
     raise_if_any(MeasurementError, problems)
     return measurement
