@@ -203,10 +203,36 @@ def test_what_is_no_record_is_refused_in_one_line(changes: dict[str, Any]):
     assert str(caught.value).count("\n") == 0
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"\xff", b"[" * 100_000], ids=["empty", "list", "bytes", "deep"])
+TWICE = record_bytes(SEED_RECORD).replace(b'"evidence"', b'"evidence": [], "evidence"', 1)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"\xff", b"[" * 100_000, TWICE], ids=["empty", "list", "bytes", "deep", "evidence twice"]
+)
 def test_what_is_no_json_object_is_refused(raw: bytes):
+    with pytest.raises(CreditError, match=r"^x\.json: "):
+        parse_record(raw, where="x.json")
+
+
+@pytest.mark.parametrize(
+    "misspelt", [(b'"evidence"', b'"evdence"'), (b'"packages"', b'"package"'), (b'"permille"', b'"credit"')]
+)
+def test_a_field_that_no_record_has_is_refused_by_name(misspelt: tuple[bytes, bytes]):
+    raw = record_bytes(SEED_RECORD).replace(*misspelt)
     with pytest.raises(CreditError, match="not a calibration record"):
         parse_record(raw, where="x.json")
+
+
+def test_an_estimate_that_cannot_be_contradicts_a_record():
+    impossible = replace(SEED_RECORD, inputs=replace(SEED_RECORD.inputs, device_bytes=1))
+    (problem,) = contradictions(impossible)
+    assert "savings exceed the bytes on the devices" in problem.what
+
+
+def test_no_file_is_made_of_what_would_not_be_read_back():
+    for changes in ({"not_measured": ("",)}, {"inputs": replace(SEED_RECORD.inputs, device_bytes=2**64)}):
+        with pytest.raises(CreditError, match="not a calibration record"):
+            record_bytes(replace(SEED_RECORD, **changes))
 
 
 def test_records_of_the_project_take_the_place_of_others_of_their_name(tmp_path, monkeypatch):
@@ -220,6 +246,18 @@ def test_records_of_the_project_take_the_place_of_others_of_their_name(tmp_path,
     assert found[SEED_RECORD.id].record.permille == 460
     assert found[SEED_RECORD.id].path == ".tonnage/calibrations/x.json"
     assert len(found) == len(SHIPPED)
+
+
+def test_a_place_without_records_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(CreditError, match="1 to 10000 of them; found 0"):
+        list(records_at(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", "x" * 300)
+    with pytest.raises(CreditError, match="cannot be read"):
+        known_records()
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(CreditError, match="no home directory"):
+        known_records()
 
 
 def test_a_broken_file_among_the_records_is_named(tmp_path):

@@ -228,7 +228,8 @@ def evidence_for(record: CreditRecord, measurements: Sequence[Measurement], *, n
     Args:
         record: The calibration.
         measurements: Of any packages.
-        named: The record was named, so that a measurement which does not say of what it is is meant for it.
+        named: The record was named, so that it is meant where one of the two does not say of which checkpoint it is.
+            Where neither says it, the TP size decides.
     """
     for measurement in measurements:
         of_tp = measurement.tp is None or measurement.tp == record.tp

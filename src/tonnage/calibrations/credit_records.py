@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from tonnage.checkpoint.strict_json import parse_object
 from tonnage.credit import CreditBound, CreditChoice, CreditInputs
 from tonnage.errors import CreditError, Problem
 from tonnage.memory.supply import Basis
@@ -29,7 +30,7 @@ _Permille = Annotated[int, msgspec.Meta(ge=0, le=1000)]
 _Step = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 Id = Annotated[str, msgspec.Meta(pattern=rf"\A{_NAME.pattern}\Z")]
-Date = Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{4}-[0-9]{2}-[0-9]{2}\Z")]
+Date = Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])\Z")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +173,33 @@ def parse_record(raw: bytes, *, where: str) -> CreditRecord:
     Raises:
         CreditError: It is none.
     """
+    fields = parse_object(raw, where=where, kind=CreditError)
+    fields.pop(DERIVED, None)
     try:
-        return msgspec.json.decode(raw, type=CreditRecord)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        record = msgspec.convert(fields, CreditRecord)
+    except msgspec.ValidationError as error:
         raise CreditError(Problem(where=where, what="not a calibration record", found=str(error))) from error
+    if unknown := tuple(_unknown(fields, msgspec.to_builtins(record))):
+        found = ", ".join(unknown)
+        raise CreditError(Problem(where=where, what="not a calibration record: unknown fields", found=found))
+    return record
+
+
+DERIVED = "derived"
+"""What follows from a record, for readers; never read back."""
+
+
+def _unknown(found: object, known: object) -> Iterator[str]:
+    """Yield the members of a document that its record has no place for: a misspelt one would be a missing one."""
+    if isinstance(found, dict) and isinstance(known, dict):
+        for name, value in found.items():
+            if name in known:
+                yield from _unknown(value, known[name])
+            else:
+                yield repr(name)
+    elif isinstance(found, list) and isinstance(known, list | tuple):
+        for one, other in zip(found, known, strict=True):
+            yield from _unknown(one, other)
 
 
 def record_document(record: CreditRecord) -> dict[str, Any]:
@@ -183,7 +207,7 @@ def record_document(record: CreditRecord) -> dict[str, Any]:
     document: dict[str, Any] = msgspec.to_builtins(record)
     choice = record.choice
     if choice is not None:
-        document["derived"] = {
+        document[DERIVED] = {
             "per_rank_before_credit_bytes": choice.bound.inputs.per_rank_before_credit_bytes,
             "bound_bytes": choice.bound.savings_bytes,
             "bound_percent": choice.bound.fraction_text(),
@@ -195,27 +219,37 @@ def record_document(record: CreditRecord) -> dict[str, Any]:
 
 
 def record_bytes(record: CreditRecord) -> bytes:
-    """Return the file of a record."""
-    return msgspec.json.format(msgspec.json.encode(record_document(record)), indent=2) + b"\n"
+    """Return the file of a record, held against what reads it.
+
+    Raises:
+        CreditError: It would be no record.
+    """
+    content = msgspec.json.format(msgspec.json.encode(record_document(record)), indent=2) + b"\n"
+    parse_record(content, where=record.id)
+    return content
 
 
 def contradictions(record: CreditRecord, further: Iterable[Evidence] = ()) -> Iterator[Problem]:
     """Yield every measurement above the record's estimate, of its own evidence or of further ones.
 
-    Raises:
-        CreditError: The record's figures cannot be: more savings than bytes.
+    An estimate that cannot be, because more is saved than there is, lies under everything.
     """
     choice = CreditChoice(
         bound=CreditBound(inputs=record.credit_inputs, largest_measured_bytes=0),
         permille=record.permille,
         step_permille=record.step_permille,
     )
+    try:
+        estimate = choice.estimate_bytes
+    except CreditError as error:
+        yield from (replace(problem, where=record.id) for problem in error.problems)
+        return
     for evidence in (*record.evidence, *further):
-        if evidence.worst_bytes > choice.estimate_bytes:
+        if evidence.worst_bytes > estimate:
             yield Problem(
                 where=record.id,
                 what=f"the estimate lies under a rank measured in {evidence.source}",
-                expected=f"at most {choice.estimate_bytes} bytes",
+                expected=f"at most {estimate} bytes",
                 found=f"{evidence.worst_bytes} bytes",
             )
 

@@ -34,8 +34,17 @@ def shipped_records() -> Iterator[Found]:
 
 
 def user_directory() -> Path:
-    """Return where a user's own records lie: ``$XDG_DATA_HOME/tonnage/calibrations``."""
-    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    """Return where a user's own records lie: ``$XDG_DATA_HOME/tonnage/calibrations``, else in the home directory.
+
+    Raises:
+        CreditError: There is neither.
+    """
+    base = os.environ.get("XDG_DATA_HOME")
+    if not base:
+        home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() has no answer where this one stays as it is
+        if home == "~":
+            raise CreditError(Problem(where="HOME", what="no home directory", expected="HOME or XDG_DATA_HOME"))
+        base = f"{home}/.local/share"
     return Path(base) / "tonnage" / _FOLDER
 
 
@@ -50,13 +59,28 @@ def records_at(path: Path) -> Iterator[Found]:
     Raises:
         CreditError: There is nothing, or a file is no record.
     """
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    if len(files) > MOST_RECORDS:
-        expected, found = f"at most {MOST_RECORDS}", str(len(files))
-        raise CreditError(Problem(where=str(path), what="too many records", expected=expected, found=found))
+    files = [path] if path.is_file() else _listed(path)
+    if not 0 < len(files) <= MOST_RECORDS:
+        expected, found = f"1 to {MOST_RECORDS} of them", str(len(files))
+        raise CreditError(Problem(where=str(path), what="calibration records", expected=expected, found=found))
     for file in files:
         raw = read_bytes(file, limit_bytes=RECORD_LIMIT_BYTES, kind=CreditError)
         yield Found(record=parse_record(raw, where=str(file)), path=str(file))
+
+
+def _listed(directory: Path) -> list[Path]:
+    """Return the files of a directory that may be records; none where there is no such directory.
+
+    Raises:
+        CreditError: It cannot be read.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(directory / entry.name for entry in entries if entry.name.endswith(".json"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CreditError(Problem(where=str(directory), what="cannot be read", found=error.strerror)) from error
 
 
 def known_records(further: Iterable[Path] = ()) -> tuple[Found, ...]:
@@ -65,10 +89,10 @@ def known_records(further: Iterable[Path] = ()) -> tuple[Found, ...]:
     Raises:
         CreditError: A file is no record.
     """
-    places = [path for path in (user_directory(), project_directory()) if path.is_dir()]
     found = [*shipped_records()]
-    for path in (*places, *further):
-        found += records_at(path)
+    for path in (user_directory(), project_directory(), *further):
+        if _listed(path):
+            found += records_at(path)
     return tuple({one.record.id: one for one in found}.values())
 
 
@@ -91,11 +115,11 @@ def find_records(name: str) -> tuple[Found, ...]:
         CreditError: There is no such record, or a file is none.
     """
     path = Path(name)
-    if path.is_file():
+    if name.endswith(".json"):
         return tuple(records_at(path))
     known = {found.record.id: found for found in known_records()}
     if name in known:
         return (known[name],)
-    if not path.is_dir():
+    if not os.path.lexists(path):
         raise CreditError(Problem(where=name, what="no such calibration record", expected=", ".join(known)))
     return tuple(records_at(path))
