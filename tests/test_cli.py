@@ -40,6 +40,15 @@ def test_every_help_ends_with_an_example_that_runs(tonnage, tmp_path):
         assert done.returncode == 0, (example, done.stderr)
 
 
+def test_commands_are_listed_as_they_follow_each_other_each_on_one_line(tonnage):
+    lines = [line.split(maxsplit=1) for line in tonnage("-h").stdout.split("Commands:\n")[1].splitlines()]
+    assert [name for name, _ in lines] == [
+        "inspect", "plan", "synth", "prepare", "export", "verify", "measure", "explain", "calibrate", "calibrations",
+        "models", "gpus", "demo",
+    ]  # fmt: skip
+    assert not [text for _, text in lines if len(text) > 60 or text.endswith("...")]
+
+
 def test_seed_case_with_the_old_credit_is_refused(tonnage):
     done = tonnage("plan", K31, *SEED_OPTIONS, "--credit-permille", "375")
     assert done.returncode == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from tonnage.measure.record import Measurement, MeasurementError, read_measureme
 from tonnage.profile import Profile
 from tonnage.recipes.schema import ROLES
 from tonnage.report.documents import plan_document
+from tonnage.report.measured import explain_table
+from tonnage.report.tables import render
 
 Tonnage = Callable[..., subprocess.CompletedProcess[str]]
 Lines = dict[str, int | tuple[int, int]]
@@ -229,6 +232,20 @@ def seed(tmp_path_factory: pytest.TempPathFactory, tonnage: Tonnage) -> Callable
         return path
 
     return planned
+
+
+def test_names_and_numbers_are_whole_at_80_columns() -> None:
+    large = 180_807_008_256
+    lines: Lines = {"weights.shared_expert": large, "weights.recurrent": 7, "reserve": large}
+    alike = explained(plan_of(lines), record_of(large + 7))
+    bounded = explained(plan_of({**lines, "weights.recurrent": (7, 9)}), record_of(large + 7))
+    for explanation, columns in ((alike, 5), (bounded, 6)):
+        text = render(explain_table(explanation), width=80)
+        assert len(re.split("  +", text.splitlines()[1])) == columns
+        assert re.search(r"^weights\.shared_expert +180,807,008,256", text, re.MULTILINE)
+        assert f"{large + 7:,}" in text
+        assert not any(line.endswith(" ") for line in text.splitlines())
+    assert max(map(len, render(explain_table(alike), width=80).splitlines())) <= 80
 
 
 def test_the_seed_case_is_above_its_largest_rank_by_the_reported_headroom(seed, tonnage: Tonnage) -> None:

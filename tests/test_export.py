@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from samples import certify, prepare_small, write_key
 from tonnage import open_rank
 from tonnage.cli import app
 from tonnage.errors import TonnageError
-from tonnage.export.io import export_package
+from tonnage.export.io import export_package, read_added
 from tonnage.export.keys import load_private_key
 from tonnage.export.manifest import parse_manifest
 from tonnage.export.package import Options
@@ -188,7 +189,7 @@ def test_layout_hf_is_one_rank_that_holds_all_weights(place: Path, tmp_path: Pat
     exported = export_package(output, signer, OPTIONS)
     manifest = exported.package.manifest
     assert (manifest.layout, manifest.hash, manifest.ranks) == ("hf", "sha256", (0,))
-    assert {file.path for file in manifest.of_rank(0)} == {"model-00001-of-00001.safetensors"}
+    assert {file.path for file in manifest.by_rank()[0]} == {"model-00001-of-00001.safetensors"}
     found = {file.path: (file.digest, file.sha256) for file in manifest.files}
     assert found == {path: (sha256((output / path).read_bytes()).hexdigest(), None) for path in found}
 
@@ -320,7 +321,7 @@ def test_the_command_says_that_files_were_read_again(tonnage: Tonnage, place: Pa
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     done = tonnage(*words, "--hash", "blake3")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.endswith(" were read once more for digests that were not on record\n")
+    assert done.stderr.endswith(" were read once more, to take or to check digests\n")
     assert len(done.stderr.splitlines()) == 1
     assert tonnage("verify", prepared, "--key", place / "key.pub.pem").returncode == 0
 
@@ -398,13 +399,120 @@ def test_a_finished_package_is_not_made_another(prepared: Path, signer: Signer) 
     for other, said in (
         (
             Options(today="2026-11-30", date="2026-12-01"),
-            "draft-k3-20261130; found llama-tp2-c4-p4096-draft-k3-20261201",
+            "expected llama-tp2-c4-p4096-draft-k3-20261201; found llama-tp2-c4-p4096-draft-k3-20261130",
         ),
-        (Options(today="2026-11-30", name="mine"), "found mine"),
-        (Options(today="2026-11-30", profile=PlannedProfile(concurrency=8)), "found llama-tp2-c8"),
+        (Options(today="2026-11-30", name="mine"), "its name cannot change; prepare again, into another directory"),
+        (Options(today="2026-11-30", name="mine"), "expected mine; found llama-tp2-c4-p4096-draft-k3-20261130"),
+        (Options(today="2026-11-30", profile=PlannedProfile(concurrency=8)), "expected llama-tp2-c8"),
         (Options(today="2026-11-30", profile=PlannedProfile(context_tokens=9)), "plan.json: already packaged"),
+        (Options(today="2026-11-30", hash="sha256"), "the hash of its digests cannot change"),
+        (Options(today="2026-11-30", hash="sha256"), "expected sha256; found blake3"),
+        (Options(today="2026-11-30", added={"README.md": b"# Card"}), "README.md: already packaged: its files"),
     ):
         assert said in refused(prepared, signer, other)
+
+
+# --- files that are added -----------------------------------------------------------------------------------------------
+
+
+def test_an_added_file_is_listed_signed_and_named(
+    tonnage: Tonnage, place: Path, prepared: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "README.md").write_bytes(b"# Card\n")
+    (tmp_path / "NOTICE").write_bytes(b"")
+    words = ("--key", place / "key.pem", "--date", "2026-11-30")
+    words += ("--add", tmp_path / "README.md", "--add", tmp_path / "NOTICE")
+    assert exported(prepared, *words)["changed"]
+    assert (prepared / "README.md").read_bytes() == b"# Card\n"
+    manifest = parse_manifest((prepared / "manifest.json").read_bytes())
+    listed = {file.path: (file.nbytes, file.sha256, file.rank) for file in manifest.files}
+    assert listed["README.md"] == (7, sha256(b"# Card\n").hexdigest(), None)
+    assert listed["NOTICE"] == (0, sha256(b"").hexdigest(), None)
+    assert json.loads((prepared / "provenance.json").read_bytes())["added"] == ["NOTICE", "README.md"]
+    done = stock(
+        "verify", "key", prepared, "--signature", prepared / "model.sig", "--public_key", place / "key.pub.pem"
+    )
+    assert done.returncode == 0, done.stderr
+    verify_package(prepared, PublicKey(path=place / "key.pub.pem")).check()
+    assert not exported(prepared, *words)["changed"]
+    assert not exported(prepared, *words[:4])["changed"]
+    (tmp_path / "README.md").write_bytes(b"# Other\n")
+    done = tonnage("export", prepared, *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith("tonnage: README.md: already packaged: its files cannot change; ")
+
+
+def test_an_added_file_that_is_there_is_the_same_or_refused(prepared: Path, signer: Signer) -> None:
+    raw = (prepared / "config.json").read_bytes()
+    assert "config.json: another file of this name is here" in refused(
+        prepared, signer, Options(today="2026-11-30", added={"config.json": raw + b" "})
+    )
+    export_package(prepared, signer, Options(today="2026-11-30", added={"config.json": raw}))
+    assert json.loads((prepared / "provenance.json").read_bytes())["added"] == []
+    assert (prepared / "config.json").read_bytes() == raw
+
+
+def test_an_export_that_ended_after_adding_goes_on(prepared: Path, signer: Signer) -> None:
+    options = Options(today="2026-11-30", added={"README.md": b"# Card"})
+    whole = shutil.copytree(prepared, prepared.with_name("whole"))
+    export_package(whole, signer, options)
+    for name in ("README.md", "plan.json"):
+        shutil.copy(whole / name, prepared / name)
+    (prepared / ".README.md.whole.partial").write_bytes(b"#")
+    assert "README.md" in refused(prepared, signer)
+    export_package(prepared, signer, options)
+    assert contents(prepared) == contents(whole)
+
+
+@pytest.mark.parametrize("name", [
+    "manifest.json", "plan.json", "provenance.json", "prepare.json", "model.sig", "tonnage-slots.json", ".gitattributes",
+    "model.safetensors", "model.safetensors.index.json", "code.py", "weights.bin", "a\nb", "back\\slash",
+])  # fmt: skip
+def test_names_that_are_not_added(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(TonnageError, match="not a name of a file to add") as caught:
+        read_added([tmp_path / name])
+    assert str(caught.value).isprintable()
+
+
+def test_only_small_regular_files_are_added(tmp_path: Path) -> None:
+    (tmp_path / "folder.md").mkdir()
+    os.mkfifo(tmp_path / "pipe.md")
+    with (tmp_path / "large.md").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    (tmp_path / "a.md").write_bytes(b"a")
+    for name in ("folder.md", "pipe.md", "large.md", "absent.md"):
+        with pytest.raises(TonnageError, match=name):
+            read_added([tmp_path / name])
+    with pytest.raises(TonnageError, match="two files of one name"):
+        read_added([tmp_path / "a.md", tmp_path / "folder.md" / ".." / "a.md"])
+    assert read_added([tmp_path / "a.md"]) == {"a.md": b"a"}
+
+
+# --- in a repository ----------------------------------------------------------------------------------------------------
+
+
+def test_a_package_comes_back_from_a_hub_as_it_was(place: Path, prepared: Path, signer: Signer) -> None:
+    """What git and huggingface_hub leave beside it is no part of it: for export, verify and the stock command."""
+    for path in (
+        ".git/HEAD",
+        ".github/a.yml",
+        ".cache/huggingface/download/a.metadata",
+        ".gitattributes",
+        ".gitignore",
+    ):
+        (prepared / path).parent.mkdir(parents=True, exist_ok=True)
+        (prepared / path).write_text("a")
+    package = export_package(prepared, signer, OPTIONS).package
+    assert not {path for path in package.signed.digests if path.startswith(".")}
+    words = ("verify", "key", prepared, "--signature", prepared / "model.sig", "--public_key", place / "key.pub.pem")
+    done = stock(*words)
+    assert done.returncode == 0, done.stderr
+    verify_package(prepared, PublicKey(path=place / "key.pub.pem")).check()
+    assert not export_package(prepared, signer, OPTIONS).changed
+    (prepared / ".cache/other").write_text("a")
+    assert stock(*words).returncode == 1
+    assert ".cache/other" in refused(prepared, signer)
 
 
 def test_prepare_refuses_a_package(place: Path, prepared: Path, signer: Signer) -> None:
@@ -466,7 +574,15 @@ def test_package_is_moved_to_its_name(prepared: Path, tmp_path: Path, signer: Si
     assert not prepared.exists()
     assert (goal / "model.sig").is_file()
     again = export_package(goal, signer, OPTIONS, into=tmp_path / "kept")
-    assert (again.changed, again.path) == (False, goal)
+    assert (again.changed, again.moved, again.path) == (False, False, goal)
+
+
+def test_the_command_says_where_a_finished_package_went(tonnage: Tonnage, place: Path, prepared: Path) -> None:
+    (prepared.parent / "kept").mkdir()
+    words = ("export", prepared, "--key", place / "key.pem", "--date", "2026-11-30")
+    assert tonnage(*words).stderr == ""
+    done = tonnage(*words, "--into", prepared.parent / "kept")
+    assert done.stderr == f"moved to {prepared.parent / 'kept' / 'llama-tp2-20261130'}\n"
 
 
 def test_nothing_is_moved_over_anything_or_into_itself(prepared: Path, tmp_path: Path, signer: Signer) -> None:
@@ -706,6 +822,7 @@ def test_command_says_what_it_made(tonnage: Tonnage, place: Path, prepared: Path
         "bytes": sum(map(len, files.values())),
         "signer": {"method": "key", "identity": sha256((place / "key.pub.pem").read_bytes()).hexdigest()},
         "changed": True,
+        "moved": False,
     }
     done = tonnage("export", prepared, "--key", place / "key.pem")
     assert done.returncode == 0
@@ -866,7 +983,7 @@ def test_without_room_it_stays_a_preparation_and_can_be_run_again(
     nbytes = (whole.path / name).stat().st_size
     words = [sys.executable, "-c", LIMITED, prepared, place / "key.pem", str(nbytes - 1)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert f"{name}: no space left for it; free some and run the same command again" in done.stdout
+    assert f"{name}: file too large for the limit of this process" in done.stdout
     after = contents(prepared)
     assert after.keys() - DOCUMENTS == before.keys()
     export_package(prepared, signer, OPTIONS)

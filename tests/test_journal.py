@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tonnage.errors import TonnageError
-from tonnage.prepare.io import FileFacts
+from tonnage.prepare.io import FileFacts, NewFile, own_tag, write_whole
 from tonnage.prepare.journal import (
     ConvertedTensor,
     Identity,
@@ -24,7 +24,14 @@ from tonnage.prepare.journal import (
     create_journal,
     read_journal,
 )
-from tonnage.prepare.output_dir import check_foreign, locked, path_within, remove_partials, remove_recorded
+from tonnage.prepare.output_dir import (
+    check_foreign,
+    find_partials,
+    locked,
+    path_within,
+    remove_partials,
+    remove_recorded,
+)
 
 IDENTITY = Identity(
     checkpoint="c0ffee",
@@ -267,10 +274,33 @@ def test_a_link_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
 def test_only_unfinished_files_of_ours_are_removed(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     kept = [".c.job-1.partial", "a", "sub/.a.job-1.partial", "sub/.b.partial", "sub/b.job-1.partial"]
-    for name in (*kept, ".a.job-1.partial", "sub/.b.whole.partial"):
+    for name in (*kept, ".a.job-1.partial", "sub/.b.whole.partial", ".a.whole-0123456789abcdef.partial"):
         (tmp_path / name).touch()
     remove_partials(tmp_path, {"a", "sub/b", "gone/c"})
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()) == kept
+
+
+def test_two_writers_of_one_file_each_publish_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, sync = tmp_path / "record.json", os.fsync
+    seen = []
+
+    def between(descriptor: int) -> None:
+        """While the first writer is at its bytes, a second one comes and goes."""
+        monkeypatch.setattr(os, "fsync", sync)
+        write_whole(path, b"second")
+        seen.append(path.read_bytes())
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", between)
+    write_whole(path, b"the first")
+    assert (seen, path.read_bytes(), list(tmp_path.iterdir())) == ([b"second"], b"the first", [path])
+
+
+def test_what_a_killed_writer_left_is_known_as_ours(tmp_path: Path) -> None:
+    file = NewFile(tmp_path / "plan.json", 4, tag=own_tag())
+    (left,) = tmp_path.iterdir()
+    assert find_partials(tmp_path, {"plan.json"}) == (left,)
+    file.close()
 
 
 def test_foreign_files_are_named(tmp_path: Path) -> None:

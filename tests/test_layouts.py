@@ -106,8 +106,8 @@ def test_every_rank_has_an_index_of_its_tensors(tmp_path: Path) -> None:
 
 
 def test_side_files() -> None:
-    along = ("LICENSE", "added_tokens.json", "chat_template.jinja", "config.json", "generation_config.json", "merges.txt", "tiktoken.model", "tokenizer.json", "tokenizer_config.json", "qwen.tiktoken")  # fmt: skip
-    never = ("modeling_x.py", "tokenizer.py", "pytorch_model.bin", "model.safetensors", "model.safetensors.index.json", "x.pt", "README.md", ".hidden.json", "tokenizer.pkl", "prepare.json", "a/b.json", "a\\b.json")  # fmt: skip
+    along = ("LICENSE", "added_tokens.json", "chat_template.jinja", "config.json", "generation_config.json", "merges.txt", "tiktoken.model", "README.md", "tokenizer.json", "tokenizer_config.json", "qwen.tiktoken")  # fmt: skip
+    never = ("modeling_x.py", "tokenizer.py", "pytorch_model.bin", "model.safetensors", "model.safetensors.index.json", "x.pt", "model.sig", ".hidden.json", "tokenizer.pkl", "prepare.json", "a/b.json", "a\\b.json")  # fmt: skip
     assert choose_side_files(dict.fromkeys((*along, *never), 10)) == tuple(sorted(along))
     assert choose_side_files({"vocab.json": (64 << 20) + 1, "tokenizer.json": 64 << 20}) == ("tokenizer.json",)
 

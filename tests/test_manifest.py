@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_page_shows_the_same_manifest() -> None:
 @given(manifests)
 def test_bytes_are_canonical_and_read_back(manifest: Manifest) -> None:
     raw = manifest_bytes(manifest)
-    total = max((sum(file.nbytes for file in manifest.of_rank(rank)) for rank in manifest.ranks), default=0)
+    total = max((sum(file.nbytes for file in manifest.by_rank()[rank]) for rank in manifest.ranks), default=0)
     if total < 2**53:  # beyond, no reader of JSON keeps it
         assert raw == rfc8785.dumps(json.loads(raw))
         assert parse_manifest(raw) == manifest
@@ -204,6 +205,35 @@ def test_lie_is_refused(change: Callable[[dict[str, Any]], object], said: str) -
     with pytest.raises(PackageError, match=said) as caught:
         parse_manifest(changed(change))
     assert all(line.isprintable() for line in str(caught.value).splitlines())
+
+
+def test_many_ranks_and_files_are_read_in_time_that_grows_with_them() -> None:
+    sizes = Parallel(tp=100, pp=100)
+    listed = (
+        PackagedFile(
+            path=f"weights/{rank:05}", nbytes=9, digest=DIGEST, sha256=SHA256, rank=rank, payload_bytes=rank % 9
+        )
+        for rank in range(sizes.world_size)
+    )
+    raw = manifest_bytes(replace(SMALL, topology=sizes, ranks=tuple(range(sizes.world_size)), files=tuple(listed)))
+    begin = time.process_time()
+    found = parse_manifest(raw)
+    assert [file.rank for file in found.by_rank()[777]] == [777]
+    assert time.process_time() - begin < 2  # rank by rank over all files it would be minutes
+
+
+def test_a_manifest_of_more_than_any_package_is_refused_before_it_is_parsed() -> None:
+    begin, end = WORKED[:-1] + b',"z":', b"}"
+    for more in (b"[" + b"0," * 1_000_001 + b"0]", b"[" + b"[]," * 100_001 + b"0]", b'"' + b"x" * (64 << 20) + b'"'):
+        with pytest.raises(PackageError, match="manifest too large; expected at most 67108864 bytes, 100000 files"):
+            parse_manifest(begin + more + end)
+
+
+def test_a_manifest_of_lies_names_a_few_dozen_of_them() -> None:
+    files = tuple(replace(SMALL.files[0], path=f"a/../{number:04}") for number in range(1000))
+    with pytest.raises(PackageError) as caught:
+        parse_manifest(manifest_bytes(replace(SMALL, files=files)))
+    assert len(caught.value.problems) == 40
 
 
 NO_MANIFESTS = {

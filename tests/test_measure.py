@@ -24,12 +24,14 @@ from tonnage.checkpoint.config import parse_config
 from tonnage.checkpoint.skeletons import HeaderReader, ShardHeader
 from tonnage.cli.explain import explain
 from tonnage.cli.measure import measure
-from tonnage.cli.records import write_record
+from tonnage.cli.records import write_records
 from tonnage.errors import TonnageError
+from tonnage.export.manifest import Manifest, Parallel, manifest_bytes
 from tonnage.measure.classes import class_sums
 from tonnage.measure.io import measure_package, measure_packages, read_measurement_file
 from tonnage.measure.packages import MeasuredPackage, measurement_document
 from tonnage.measure.record import MeasurementError, read_measurement
+from tonnage.measure.statement import package_statement
 from tonnage.recipes.blueprint import Blueprint, blueprint_of
 from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
@@ -410,6 +412,27 @@ def test_a_file_is_no_layer_of_a_container_by_its_name_alone() -> None:
     assert [(part.tensor_class, part.nbytes) for part in class_sums([layer, layer], None)] == [("expert", 14)]
 
 
+def test_a_package_of_a_checkpoint_without_a_digest_is_refused_as_its_record_would_be() -> None:
+    manifest = manifest_bytes(
+        Manifest(
+            name="a", tonnage_version="1", hash="sha256", layout="tp", topology=Parallel(tp=1), ranks=(0,), files=()
+        )
+    )
+    said: dict[str, Any] = {
+        "schema": "tonnage.provenance/1",
+        "source": {"name": "small", "digest": "ab" * 32},
+        "recipe": {"family": "llama"},
+        "options": {"convert": "none"},
+    }
+    assert package_statement(manifest, json.dumps(said).encode()).origin.digest == "ab" * 32
+    for digest in ("", "AB" * 32, "ab" * 31, "x"):
+        said["source"]["digest"] = digest
+        with pytest.raises(TonnageError, match=r"provenance\.json: digest of the checkpoint; expected 64 hex digits"):
+            package_statement(manifest, json.dumps(said).encode())
+    with pytest.raises(TonnageError, match="duplicate key recipe"):
+        package_statement(manifest, json.dumps(said)[:-1].encode() + b', "recipe": {"family": "other"}}')
+
+
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
@@ -503,15 +526,15 @@ def test_the_command_writes_a_record_and_shows_it(home: Path, tmp_path: Path, to
 
 def test_a_record_is_not_written_over_anything_else(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    write_record(record, b"one", force=False)
-    write_record(record, b"one", force=False)
+    write_records([record], b"one", force=False)
+    write_records([record], b"one", force=False)
     with pytest.raises(TonnageError, match="something else is there already; --force writes over it"):
-        write_record(record, b"two", force=False)
+        write_records([record], b"two", force=False)
     assert record.read_bytes() == b"one"
-    write_record(record, b"two", force=True)
+    write_records([record], b"two", force=True)
     assert record.read_bytes() == b"two"
     with pytest.raises(TonnageError, match="something else is there already"):
-        write_record(tmp_path, b"two", force=False)
+        write_records([tmp_path], b"two", force=False)
 
 
 def test_the_table_names_what_differs(home: Path, tonnage: Tonnage) -> None:
@@ -522,6 +545,19 @@ def test_the_table_names_what_differs(home: Path, tonnage: Tonnage) -> None:
     )
     assert row.split() == ["plain", "0", "mlp", "F8_E4M3", "0", "196,608"]
     assert "mxfp8 of small (llama) · preparation · tp2 · convert mxfp8" in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[2] == (
+        "2 packages, they differ: ranks 0-1, attention, mlp; of each rank the largest of all packages is shown"
+    )
+    assert lines[3].startswith("rank  payload bytes")
+    assert [line[:4] for line in lines[4:6]] == ["   0", "   1"]
+    assert not any(line.endswith(" ") for line in lines)
+
+
+def test_packages_that_are_identical_are_called_so(home: Path, tmp_path: Path, tonnage: Tonnage) -> None:
+    shutil.copytree(home / "plain", tmp_path / "again")
+    lines = tonnage("measure", home / "plain", tmp_path / "again").stdout.splitlines()
+    assert lines[2] == "2 packages, identical: the same bytes per rank and class, shown once"
 
 
 def test_a_missing_rank_is_one_line_and_exit_2(foreign: Path, tonnage: Tonnage) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,59 @@ def test_a_read_only_output_is_refused(tonnage: Tonnage, source: Path, tmp_path:
         pytest.skip("root may write everywhere")
     (tmp_path / "out").mkdir(mode=0o500)
     assert "out/.prepare: cannot be written" in refused(tonnage, source, "-o", tmp_path / "out")
+
+
+def test_an_engine_that_makes_something_else_of_tensors_is_refused_with_one_that_does_not(
+    tonnage: Tonnage, configs: Path, tmp_path: Path
+) -> None:
+    config = parse_config(json.loads((configs / "Kimi-K3.json").read_bytes()), name="k3")
+    write_rehearsal(config, tmp_path / "k3", RehearsalOptions(scaled_down=True))
+    words = (tmp_path / "k3", "--tp", 2, "-o", tmp_path / "out", "--dry-run")
+    lines = refused(tonnage, *words, "--engine", "vllm").splitlines()
+    hint = "tonnage: --engine vllm: makes something else of these tensors while it loads; no file can hold that; "
+    assert [line for line in lines if "--engine split" in line] == lines[-1:]
+    assert lines[-1] == f"{hint}expected --engine split, which writes slices as stored"
+    assert any("o_norm.weight: the engine does not hold the slice: held in the model dtype" in line for line in lines)
+    prepared(tonnage, *words, "--engine", "split")
+    assert "--engine split" not in refused(tonnage, *words, "--engine", "split", "--ranks", "7")
+
+
+def test_what_a_conversion_leaves_as_it_is_is_said(tonnage: Tonnage, configs: Path, tmp_path: Path) -> None:
+    config = parse_config(json.loads((configs / "Qwen__Qwen3-30B-A3B.json").read_bytes()), name="moe")
+    write_rehearsal(config, tmp_path / "moe", RehearsalOptions(scaled_down=True))
+    words = (tmp_path / "moe", "--tp", 2)
+    with safetensors.safe_open(tmp_path / "moe" / "model.safetensors", "np") as file:
+        experts = sum(2 * prod(file.get_slice(name).get_shape()) for name in file.keys() if ".experts." in name)  # noqa: SIM118 - no dict
+    said = (
+        f"--convert mxfp8 leaves projections as they are stored: expert {experts:,} bytes; "
+        "routed experts are not converted"
+    )
+    assert said in tonnage("plan", *words, "--convert", "mxfp8").stdout.splitlines()
+    out = ("-o", tmp_path / "out")
+    assert said in tonnage("prepare", *words, *out, "--convert", "mxfp8", "--dry-run").stdout.splitlines()
+    assert said in tonnage("prepare", *words, *out, "--convert", "mxfp8").stdout.splitlines()
+    assert "leaves projections" not in tonnage("plan", *words).stdout
+
+
+def test_projections_that_are_all_converted_are_not_mentioned(tonnage: Tonnage, source: Path) -> None:
+    assert "leaves projections" not in tonnage("plan", source, "--tp", 2, "--convert", "mxfp8").stdout
+
+
+def test_a_prepared_directory_is_no_source(tonnage: Tonnage, own_source: Path, tmp_path: Path) -> None:
+    (own_source / "README.md").write_text("# Card")
+    out = tmp_path / "out"
+    assert prepared(tonnage, own_source, "--tp", 2, "-o", out)
+    assert (out / "README.md").read_text() == "# Card"
+    expected = "its source, or `tonnage measure` for what its ranks hold"
+    line = f"tonnage: {out}: a prepared directory, cut into ranks; expected {expected}\n"
+    for words in (("plan",), ("inspect",), ("prepare", "-o", tmp_path / "again")):
+        done = tonnage(words[0], out, *words[1:])
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+    (out / "prepare.json").rename(out / "manifest.json")
+    (out / "model.sig").write_bytes(b"{}")
+    assert tonnage("plan", out).stderr == line.replace("a prepared directory", "a package")
+    prepared(tonnage, own_source, "-o", tmp_path / "hf", "--layout", "hf", "--convert", "mxfp8")
+    assert tonnage("plan", tmp_path / "hf", "--tp", 2).returncode == 0
 
 
 def test_a_config_alone_has_no_weights(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
@@ -484,7 +538,7 @@ def test_a_disk_that_fills_up_is_refused_in_one_line_and_resumed(
     _, said = process.communicate(timeout=60)
     assert process.returncode == 2, said
     assert said.count("\n") == 1
-    assert "no space left for it; free some and run the same command again to resume" in said
+    assert "no space left for it; free some and run the same command again" in said
     assert list(out.rglob("*.partial")) == []
     (small_disk / "other").unlink()
     document = prepared(tonnage, source, "--tp", "2", "-o", out)
@@ -508,7 +562,7 @@ def test_a_file_that_may_not_grow_is_refused_in_one_line_and_resumed(
     )
     assert done.returncode == 2, done.stderr
     assert (
-        "no space left for it; free some and run the same command again to resume; found File too large" in done.stderr
+        "file too large for the limit of this process (ulimit -f)" in done.stderr
     )
     assert "Traceback" not in done.stderr
     assert list(out.rglob("*.partial")) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import random
 import re
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from samples import certify, write_key
 from tonnage.export.keys import KeyFileError, load_private_key, sign_payload
@@ -112,9 +113,19 @@ def test_encrypted_key_signs_with_its_password_only(tmp_path: Path) -> None:
     public.write_bytes(key.public_key().public_bytes(PEM, PLAIN))
     raw = load_signer(Key(path=path, password=SESAME)).sign(SIGNED)
     assert read_signature(raw, PublicKey(path=public)) == SIGNED
-    with pytest.raises(KeyFileError, match="key is encrypted; expected its password"):
+    with pytest.raises(KeyFileError, match=r"key is encrypted; expected its password, .*--password-env NAME"):
         load_signer(Key(path=path))
-    with pytest.raises(KeyFileError, match="another password"):
+    with pytest.raises(KeyFileError, match="key is encrypted, and the password given is empty"):
+        load_signer(Key(path=path, password=""))
+    with pytest.raises(KeyFileError, match="wrong password"):
+        load_signer(Key(path=path, password=SESAME + "!"))
+
+
+def test_wrong_password_of_a_key_in_the_older_form_is_called_so(tmp_path: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    form, path = serialization.PrivateFormat.TraditionalOpenSSL, tmp_path / "key.pem"
+    path.write_bytes(key.private_bytes(PEM, form, serialization.BestAvailableEncryption(SESAME.encode())))
+    with pytest.raises(KeyFileError, match="wrong password"):
         load_signer(Key(path=path, password=SESAME + "!"))
 
 
@@ -125,7 +136,11 @@ def test_password_of_a_plain_key_is_refused(keys: Path) -> None:
 
 def other_keys(folder: Path) -> dict[str, tuple[bytes, bytes]]:
     form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    made = {"rsa": rsa.generate_private_key(65537, 2048), "curve": ec.generate_private_key(ec.SECP256K1())}
+    made = {
+        "rsa": rsa.generate_private_key(65537, 2048),
+        "edwards": ed25519.Ed25519PrivateKey.generate(),
+        "curve": ec.generate_private_key(ec.SECP256K1()),
+    }
     found = {
         name: (key.private_bytes(PEM, form, plain), key.public_key().public_bytes(PEM, PLAIN))
         for name, key in made.items()
@@ -142,7 +157,8 @@ def other_keys(folder: Path) -> dict[str, tuple[bytes, bytes]]:
 
 def test_files_that_are_no_keys_are_refused(tmp_path: Path, keys: Path, bundle: bytes) -> None:
     expected = {
-        "rsa": "not an elliptic curve key",
+        "rsa": "not an elliptic curve key; expected .*; found RSA key$",
+        "edwards": "not an elliptic curve key; expected .*; found Ed25519 key$",
         "curve": "key on another curve; expected P-256, P-384 or P-521; found secp256k1",
         "other half": "not a (public|private) key",
         "text": "no PEM text",
@@ -208,8 +224,9 @@ def test_certificates_of_strangers_are_refused(authority: Path, keys: Path, bund
     assert "not trusted" in refused(raw, CertificateChain(paths=()))
     alone = load_signer(by_leaf(authority, chain=())).sign(SIGNED)
     assert "not trusted" in refused(alone, CertificateChain(paths=(authority / "root.crt",)))
-    assert "not signed with a key" in refused(raw, trust(keys))
-    assert "not signed with a chain" in refused(bundle, CertificateChain(paths=(authority / "root.crt",)))
+    assert "signed with a certificate, not with a key" in refused(raw, trust(keys))
+    by_root = CertificateChain(paths=(authority / "root.crt",))
+    assert "signed with a key, not with a chain of certificates" in refused(bundle, by_root)
     with pytest.raises(KeyFileError, match="not certificates"):
         read_signature(raw, CertificateChain(paths=(keys / "key.pem",)))
 
@@ -233,6 +250,15 @@ def test_certificate_without_use_is_refused_when_read(authority: Path) -> None:
     chain[0]["rawBytes"] = base64.b64encode(useless.public_bytes(serialization.Encoding.DER)).decode()
     said = refused(json.dumps(document).encode(), CertificateChain(paths=(authority / "root.crt",)))
     assert "may not be used to sign" in said
+
+
+def test_certificate_that_stands_twice_is_refused(authority: Path) -> None:
+    document = json.loads(load_signer(by_leaf(authority)).sign(SIGNED))
+    chain = document["verificationMaterial"]["x509CertificateChain"]["certificates"]
+    for again in (chain[0], chain[-1]):
+        document["verificationMaterial"]["x509CertificateChain"]["certificates"] = [*chain, again]
+        said = refused(json.dumps(document).encode(), CertificateChain(paths=(authority / "root.crt",)))
+        assert "a certificate stands twice" in said
 
 
 def test_no_bit_of_a_chain_is_without_a_meaning(authority: Path) -> None:
@@ -535,7 +561,7 @@ def by(identity: str) -> SigstoreIdentity:
 def test_what_an_identity_signed_is_read_without_a_network(capsys: pytest.CaptureFixture[str]) -> None:
     raw = (SIGNATURES / "sigstore-v1.1.0.sig").read_bytes()
     signed = read_signature(raw, by("stefanb@us.ibm.com"))
-    assert (signed.name, signed.hash) == ("v1.1.0-sigstore", "sha256")
+    assert (signed.name, signed.hash, signed.signer) == ("v1.1.0-sigstore", "sha256", "stefanb@us.ibm.com")
     assert signed.digests == {
         "signme-1": "f6310066c7320497ea554260c32c43660bff648cb2a61194832cc086077085e1",
         "signme-2": "32dcb1f8e1ae52d5963e56a6ba06ab58b424c15ed2a6b70d2feca1d089370028",
@@ -557,17 +583,47 @@ def test_content_that_an_identity_did_not_sign_is_refused() -> None:
 
 def test_bundles_of_keys_and_of_identities_are_told_apart(keys: Path, authority: Path, bundle: bytes) -> None:
     raw = (SIGNATURES / "sigstore-v1.1.0.sig").read_bytes()
-    assert "not signed with a key" in refused(raw, trust(keys))
-    refused(raw, CertificateChain(paths=(authority / "root.crt",)))
-    assert "does not verify" in refused(bundle, by("stefanb@us.ibm.com"))
+    assert "signed by Sigstore, not with a key" in refused(raw, trust(keys))
+    assert "signed by Sigstore, not with a chain" in refused(raw, CertificateChain(paths=(authority / "root.crt",)))
+    assert "signed with a key, not by Sigstore" in refused(bundle, by("stefanb@us.ibm.com"))
+
+
+def test_what_no_identity_signed_is_refused_before_any_network(
+    authority: Path, bundle: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from model_signing._signing import sign_sigstore
+
+    def fetch(**_: Any) -> None:
+        raise AssertionError("keys of Sigstore are fetched")
+
+    monkeypatch.setattr(sign_sigstore, "Verifier", fetch)
+    identity = SigstoreIdentity(identity="a@example.com", issuer="https://example.com")
+    assert "signed with a key, not by Sigstore" in refused(bundle, identity)
+    by_certificate = load_signer(by_leaf(authority)).sign(SIGNED)
+    assert "signed with a certificate, not by Sigstore" in refused(by_certificate, identity)
 
 
 @pytest.mark.parametrize("text", [None, "{}", "hello", "[" * 5000])
-def test_trust_config_that_is_none_is_refused(tmp_path: Path, bundle: bytes, text: str | None) -> None:
+def test_trust_config_that_is_none_is_refused(tmp_path: Path, text: str | None) -> None:
+    bundle = (SIGNATURES / "sigstore-v1.1.0.sig").read_bytes()
     if text is not None:
         (tmp_path / "trust.json").write_text(text)
     other = SigstoreIdentity(
         identity="a@example.com", issuer="https://example.com", trust_config=tmp_path / "trust.json"
     )
-    with pytest.raises(KeyFileError, match=r"trust\.json: not a trust config"):
+    said = "cannot be read" if text is None else "not a trust config"
+    with pytest.raises(KeyFileError, match=rf"trust\.json: {said}"):
         read_signature(bundle, other)
+
+
+def test_trust_config_is_not_read_without_end(tmp_path: Path) -> None:
+    bundle = (SIGNATURES / "sigstore-v1.1.0.sig").read_bytes()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "endless").touch()
+    os.truncate(tmp_path / "endless", 1 << 40)
+    for path, said in ((tmp_path / "pipe", "regular file"), (tmp_path / "endless", "too large")):
+        trusted = SigstoreIdentity(identity="a@example.com", issuer="https://example.com", trust_config=path)
+        with pytest.raises(KeyFileError, match=said):
+            read_signature(bundle, trusted)
+        with pytest.raises(KeyFileError, match=said):
+            load_signer(Sigstore(trust_config=path))

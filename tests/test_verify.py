@@ -21,11 +21,12 @@ import pytest
 from blake3 import blake3
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from typer.testing import CliRunner
 
 from packages import make_package, put_certificates, sign_anew, sign_statement
 from samples import LLAMA, certify, write_key
-from tonnage.cli import main
-from tonnage.errors import CheckpointError, Problem
+from tonnage.cli import app, main
+from tonnage.errors import CheckpointError, Problem, UnitError
 from tonnage.export.keys import KeyFileError
 from tonnage.export.manifest import Manifest, Parallel, manifest_bytes, parse_manifest
 from tonnage.export.signature import CertificateChain, PublicKey
@@ -238,11 +239,79 @@ def test_a_removed_file_is_missed(path: str, package: Path, check) -> None:
         assert path in line
 
 
+def test_a_directory_without_a_signature_is_no_package_yet(package: Path, check) -> None:
+    (package / "model.sig").unlink()
+    assert lines(check(package)) == ["model.sig: missing: not a package; `tonnage export` makes one of a preparation"]
+
+
 def test_missing_files_are_counted_and_named(package: Path, check) -> None:
     paths = ["config.json", INDEX.format(0), WEIGHTS.format(1)]
     for path in paths:
         (package / path).unlink()
-    assert lines(check(package)) == [f"3 files missing: {', '.join(paths)}"]
+    found = check(package)
+    assert lines(found) == [f"3 files missing: {', '.join(paths)}"]
+    assert [(problem.where, problem.what) for problem in found.problems] == [(path, "missing") for path in paths]
+
+
+def put_in_a_repository(package: Path) -> list[str]:
+    """Keep a package where hubs do; return what is no part of it."""
+    for path in (".git/objects/pack", ".github/workflows", ".cache/huggingface/download"):
+        (package / path).mkdir(parents=True)
+    for path in (
+        ".git/HEAD",
+        ".github/workflows/a.yml",
+        ".cache/huggingface/.gitignore",
+        ".gitattributes",
+        ".gitignore",
+    ):
+        (package / path).write_text("anything\n")
+    (package / ".git/link").symlink_to("/etc/passwd")
+    return [".cache/huggingface", ".git", ".gitattributes", ".github", ".gitignore"]
+
+
+def test_a_package_in_a_repository_is_the_same_package(package: Path, check) -> None:
+    ignored = put_in_a_repository(package)
+    for request in ({}, {"ranks": (1,)}, {"fast": True}):
+        found = check(package, **request)
+        found.check()
+        assert found.unchecked[0] == f"{', '.join(ignored)}: no part of a package, not looked at"
+
+
+@pytest.mark.parametrize("path", [
+    ".gitmodules", ".git2", "weights/.gitattributes", "weights/tp2/.git/HEAD", ".cache/other", ".cache/huggingface2",
+    ".hidden", "git",
+])  # fmt: skip
+def test_nothing_else_is_left_out(path: str, package: Path, check) -> None:
+    put_in_a_repository(package)
+    (package / path).parent.mkdir(parents=True, exist_ok=True)
+    (package / path).write_bytes(b"")
+    assert lines(check(package))[0] == f"1 file not of this package: {path}"
+
+
+@pytest.mark.parametrize("path", [".git", ".gitattributes", ".github", ".gitignore", ".cache", ".cache/huggingface"])
+def test_links_and_pipes_of_names_that_are_left_out_are_refused(
+    path: str, package: Path, tmp_path: Path, check
+) -> None:
+    (tmp_path / "else/huggingface").mkdir(parents=True)
+    (package / path).parent.mkdir(exist_ok=True)
+    (package / path).symlink_to(tmp_path / "else")
+    assert f"{path}: not a regular file; expected files and directories only; found a link" in lines(check(package))
+    (package / path).unlink()
+    os.mkfifo(package / path)
+    assert f"{path}: not a regular file; expected files and directories only; found a named pipe" in lines(
+        check(package)
+    )
+
+
+def test_a_manifest_that_lists_what_is_left_out_is_refused(package: Path, keys, check) -> None:
+    (package / ".git").mkdir()
+    (package / ".git/HEAD").write_bytes(b"")
+
+    def listed(manifest: Manifest) -> Manifest:
+        return replace(manifest, files=(replace(manifest.files[0], path=".git/HEAD"), *manifest.files))
+
+    sign_anew(package, keys[0], listed)
+    assert ".git/HEAD: listed, and of a name that is not looked at" in lines(check(package))
 
 
 def test_added_files_and_directories_are_refused(package: Path, check) -> None:
@@ -407,9 +476,9 @@ def test_a_signature_by_key_is_none_by_certificate_and_the_other_way_round(
 ) -> None:
     certified().check()
     by_certificate = verify_package(package, PublicKey(path=keys[1]))
-    assert lines(by_certificate)[0].startswith("model.sig: not signed with a key")
+    assert lines(by_certificate)[0].startswith("model.sig: signed with a certificate, not with a key")
     by_key = verify_package(original, CertificateChain(paths=(tmp_path / "root.pem",)))
-    assert lines(by_key)[0].startswith("model.sig: not signed with a chain of certificates")
+    assert lines(by_key) == ["model.sig: signed with a key, not with a chain of certificates"]
 
 
 def test_the_signature_of_another_package_is_refused(package: Path, tmp_path: Path, keys, check) -> None:
@@ -598,9 +667,20 @@ def test_another_tp_is_refused(original: Path, check) -> None:
     assert line == "manifest.json: cut for another tensor-parallel size; expected TP 4; found TP 2"
 
 
-def test_a_rank_that_is_not_there_is_refused(original: Path, check) -> None:
-    (line,) = lines(check(original, ranks=(1, 2)))
-    assert line == "manifest.json: no such rank in this package; expected one of 0, 1; found 2"
+def test_a_rank_beyond_the_topology_is_an_option_that_cannot_be_used(original: Path, check) -> None:
+    with pytest.raises(UnitError) as refusal:
+        check(original, ranks=(1, 2, 7))
+    assert str(refusal.value) == "--rank: no such rank in this topology; expected 0 to 1; found 2, 7"
+
+
+def test_a_rank_of_the_topology_that_the_package_has_not_got_is_refused(tmp_path: Path, keys, check) -> None:
+    package = make_package(tmp_path / "package", keys[0], SMALL, "--tp", 2, "--ranks", 1)
+    assert lines(check(package, ranks=(0,))) == [
+        "manifest.json: no such rank in this package; expected one of 1; found 0"
+    ]
+    found = check(package)
+    assert found.verified
+    assert not found.in_part
 
 
 def test_a_manifest_of_another_topology_is_refused_though_it_is_signed(package: Path, keys, check) -> None:
@@ -776,7 +856,7 @@ def test_slots_that_do_not_agree_are_refused_though_they_are_signed(container: P
 
 @pytest.mark.parametrize("which", ["original", "by_sha256"])
 def test_a_package_signed_by_the_stock_command_is_verified(which: str, request, tmp_path: Path, keys, check) -> None:
-    """By SHA-256, in an order of its own; what it would ignore is refused all the same."""
+    """By SHA-256, in an order of its own; what it ignores is ignored, and no more."""
     source: Path = request.getfixturevalue(which)
     check(source).check()
     package = shutil.copytree(source, tmp_path / "package")
@@ -789,7 +869,9 @@ def test_a_package_signed_by_the_stock_command_is_verified(which: str, request, 
     with flipped(package / "config.json", 3, 1):
         assert len(lines(check(package))) == 1
     (package / ".gitattributes").write_bytes(b"")
-    assert lines(check(package)) == ["1 file not of this package: .gitattributes"]
+    check(package).check()
+    (package / ".gitmodules").write_bytes(b"")
+    assert lines(check(package)) == ["1 file not of this package: .gitmodules"]
 
 
 def test_a_package_signed_by_the_stock_library_with_blake3_is_verified(package: Path, keys, check) -> None:
@@ -830,7 +912,37 @@ def test_the_command_says_yes_with_a_table(tonnage: Tonnage, original: Path, key
     done = tonnage("verify", original, "--key", keys[1])
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert done.stdout.splitlines()[-1].startswith("llama-tp2-20260131: verified; 9 files, blake3, ")
+    table, (*_, last) = done.stdout.splitlines()[:4], done.stdout.splitlines()
+    nbytes = {path: (original / path).stat().st_size for path in FILES}
+    everything, own = sum(nbytes.values()), nbytes["model.sig"]
+    assert table[0].split("  ")[-1] == "bytes of all files"
+    assert [row.split()[0] for row in table[1:]] == ["0", "1", "shared"]
+    assert sum(int(row.split()[-1].replace(",", "")) for row in table[1:]) == everything
+    assert last.startswith(f"llama-tp2-20260131: verified: 9 files, {everything:,} bytes (")
+    assert f"): {everything - own:,} hashed (blake3), documents included, {own:,} of model.sig, in " in last
+    assert not any(line.endswith(" ") for line in done.stdout.splitlines())
+
+
+def test_what_was_verified_in_part_is_called_so(original: Path, keys) -> None:
+    def said(*words: str) -> str:
+        done = CliRunner().invoke(app, ["verify", str(original), "--key", str(keys[1]), *words])
+        assert done.exit_code == 0
+        return done.stdout
+
+    weights = sum((original / WEIGHTS.format(rank)).stat().st_size for rank in (0, 1))
+    assert f"{weights:,} of weight files whose headers alone were read" in said("--fast").splitlines()[-1]
+    for words, fast in ((["--fast"], True), (["--rank", "1"], False), (["--rank", "0", "--rank", "1"], False)):
+        assert ": verified in part: " in said(*words).splitlines()[-1]
+        document = json.loads(said(*words, "--json"))
+        assert (document["verified"], document["mode"], document["fast"]) == (True, "in part", fast)
+
+
+def test_the_command_names_the_subject_of_the_certificate(certified: Certified, package: Path, tmp_path: Path) -> None:
+    certified().check()
+    words = ["verify", str(package), "--certificate-chain", str(tmp_path / "root.pem")]
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert json.loads(done.stdout)["signer"] == {"method": "certificate", "identity": "CN=signer"}
+    assert "signed: certificate, CN=signer" in CliRunner().invoke(app, words).stdout.splitlines()
 
 
 def test_the_command_says_no_with_4_and_prints_its_document_all_the_same(tonnage: Tonnage, package: Path, keys) -> None:
@@ -839,7 +951,19 @@ def test_the_command_says_no_with_4_and_prints_its_document_all_the_same(tonnage
     assert done.returncode == 4
     document = json.loads(done.stdout)
     assert document["schema"] == "tonnage.verify/1"
-    assert (document["verified"], document["mode"], document["ranks"]) == (False, "full", [0, 1])
+    assert (document["verified"], document["mode"], document["fast"]) == (False, "full", False)
+    manifest = parse_manifest((package / "manifest.json").read_bytes())
+    assert document["ranks"] == [
+        {
+            "rank": rank,
+            "files": 2,
+            "tensors": sum(file.tensors for file in manifest.by_rank()[rank]),
+            "payload_bytes": sum(file.payload_bytes for file in manifest.by_rank()[rank]),
+            "bytes": sum((package / form.format(rank)).stat().st_size for form in (WEIGHTS, INDEX)),
+        }
+        for rank in (0, 1)
+    ]
+    assert document["bytes"] == document["hashed_bytes"] + document["signature_bytes"]
     (problem,) = document["problems"]
     assert problem["where"] == WEIGHTS.format(1)
     assert problem["what"] == "contents are not those signed (rank 1)"
@@ -858,6 +982,7 @@ def test_what_cannot_be_used_is_2(
         (original, "--key", tmp_path / "none"),
         (tmp_path / "none", "--key", keys[1]),
         (original, "--key", keys[1], "--identity", "a@b.c"),
+        (original, "--key", keys[1], "--rank", "2"),
         (original, "--identity", "a@b.c"),
     ):
         monkeypatch.setattr(sys, "argv", ["tonnage", "verify", *map(str, words)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +146,25 @@ def test_leaving_early_ends_the_threads(tmp_path: Path, root: int) -> None:
     next(contents)
     contents.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
+
+
+def test_memory_does_not_grow_with_the_size_of_a_file(tmp_path: Path, root: int) -> None:
+    nbytes = 1 << 40
+    (tmp_path / "sparse").touch()
+    os.truncate(tmp_path / "sparse", nbytes)
+    target = Target(path="sparse", nbytes=nbytes, keep="nothing", hashes=("blake3",))
+
+    def leave(done: int, _files: int) -> None:
+        if done:
+            raise InterruptedError
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(InterruptedError):
+            list(read_targets(root, [target], leave, cores=4))
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_another_size_is_refused_before_anything_is_read(tmp_path: Path, root: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tonnage.assignment import Assignment, assign_blueprint, convert_to_mxfp8
+from tonnage.assignment import CONVERTIBLE, Assignment, assign_blueprint, convert_to_mxfp8
 from tonnage.calibrations.credit_records import Chosen, CreditRecord, Subject, choose_record, use_record
 from tonnage.checkpoint.config import ModelConfig, parse_config
 from tonnage.checkpoint.io import CheckpointHeaders, begin_digest, read_bytes, read_checkpoint_headers
@@ -29,6 +29,7 @@ from tonnage.matching import assign_headers
 from tonnage.memory.supply import Basis, Supply
 from tonnage.placement import TP_SIZES_TRIED, place
 from tonnage.plan import Held, Plan, make_credit_plan, make_plan
+from tonnage.prepare.documents import MANIFEST, SIGNATURE, STATE, SUMMARY
 from tonnage.recipes.blueprint import blueprint_of
 from tonnage.topology import Engine, Topology
 
@@ -207,11 +208,33 @@ def plan_checkpoint(checkpoint: Checkpoint, request: PlanRequest) -> Plan:
 def _without_effect(assignment: Assignment, request: PlanRequest) -> Iterator[str]:
     """Yield what was asked for and changed nothing."""
     if request.convert == "mxfp8" and not any(entry.converted_from for entry in assignment.entries):
-        yield "--convert mxfp8 changes nothing: no convertible weight is stored plain"
+        yield f"{CONVERT_NOTE} changes nothing: no convertible weight is stored plain"
+    if request.convert == "mxfp8" and (left := _left_plain(assignment)):
+        roles = ", ".join(f"{role} {nbytes:,} bytes" for role, nbytes in left.items())
+        why = "; routed experts are not converted" if "expert" in left else ""
+        yield f"{CONVERT_NOTE} leaves projections as they are stored: {roles}{why}"
     if request.ep > 1 and not any(entry.module.rule.is_routed for entry in assignment.entries):
         yield "--ep changes nothing: the model has no routed experts"
     if request.dcp > 1:
         yield "--dcp changes nothing: it moves no weights"
+
+
+CONVERT_NOTE = "--convert mxfp8"
+"""What a note on the conversion begins with."""
+
+_NO_PROJECTIONS = frozenset({"embedding", "head", "router"})
+"""Weights with rows and columns that nobody expects to be converted."""
+
+
+def _left_plain(assignment: Assignment) -> dict[str, int]:
+    """Return the bytes of plain projections that no conversion changes, by role; of roles over 1 % of all bytes."""
+    left: dict[str, int] = {}
+    for entry in assignment.entries:
+        module = entry.module
+        linear = bool(module.out and module.in_) and module.rule.role not in _NO_PROJECTIONS
+        if linear and entry.fmt.is_plain and entry.stored[0].dtype in CONVERTIBLE:
+            left[module.rule.role] = left.get(module.rule.role, 0) + entry.nbytes
+    return {role: nbytes for role, nbytes in left.items() if nbytes * 100 > assignment.payload_bytes}
 
 
 def suggest(checkpoint: Checkpoint, request: PlanRequest) -> tuple[str, ...]:
@@ -313,7 +336,18 @@ def _parsed(fields: Mapping[str, Any], name: str, hf_quant: Mapping[str, Any] | 
     return parse_config(fields, name=name, hf_quant=hf_quant)
 
 
+def _check_source(path: Path) -> None:
+    """Refuse what was cut into ranks: it is no checkpoint, and its config tells nothing of what was made of it."""
+    finished = all(os.path.lexists(path / name) for name in (MANIFEST, SIGNATURE))
+    begun = finished or any(os.path.lexists(path / name) for name in (SUMMARY, STATE))
+    if begun and (path / "weights").is_dir() and not any(path.glob("*.safetensors")):
+        what = "a package" if finished else "a prepared directory"
+        expected = "its source, or `tonnage measure` for what its ranks hold"
+        raise CheckpointError(Problem(where=str(path), what=f"{what}, cut into ranks", expected=expected))
+
+
 def _open_directory(path: Path) -> Checkpoint:
+    _check_source(path)
     config, digest_of_config = _read_config(path / "config.json")
     manifest = _manifest(path)
     blueprint = blueprint_of(config)

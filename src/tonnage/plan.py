@@ -67,7 +67,7 @@ class RankLedger:
     @property
     def weights_bytes(self) -> int:
         """Bytes of weights, padding and what the engine adds to them included."""
-        return sum(line.nbytes for line in self.lines if line.component.startswith(_WEIGHT_LINES))
+        return sum(line.nbytes for line in self.lines if line.component.startswith(WEIGHT_LINES))
 
     @property
     def fixed_bytes(self) -> int:
@@ -76,7 +76,8 @@ class RankLedger:
         return persistent + max((line.bound_nbytes for line in self.lines if line.transient), default=0)
 
 
-_WEIGHT_LINES = ("weights.", "padding.", "engine.")
+WEIGHT_LINES = ("weights.", "padding.", "engine.")
+"""How the components of lines begin that make up the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,13 @@ stdout, everything else on stderr.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from typing import Annotated, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from tonnage.cli.calibrate import calibrate
 from tonnage.cli.calibrations import calibrations
@@ -21,21 +23,40 @@ from tonnage.cli.gpus import gpus
 from tonnage.cli.inspect import inspect
 from tonnage.cli.measure import measure
 from tonnage.cli.models import models
+from tonnage.cli.options import note
 from tonnage.cli.plan import plan
 from tonnage.cli.prepare import prepare
 from tonnage.cli.synth import synth
 from tonnage.cli.verify import verify
-from tonnage.errors import TonnageError
+from tonnage.errors import TonnageError, one_line
 from tonnage.version import __version__
 
 _OF_EXTRAS = frozenset({"blake3", "cryptography", "model_signing", "numba", "numpy", "OpenSSL", "rfc8785"})
 """Modules that planning needs none of."""
 
+_PRINTING = frozenset({"click", "rich", "typer"})
+"""Libraries that write results."""
+
 UNUSABLE_INPUT = 2
 VERIFICATION_FAILED = 4
 
+_ORDER = (
+    "inspect", "plan", "synth", "prepare", "export", "verify", "measure", "explain", "calibrate", "calibrations",
+    "models", "gpus", "demo",
+)  # fmt: skip
+"""As they follow each other in use, then what there is to know and to see."""
+
+
+class _InOrder(TyperGroup):
+    """Lists commands and groups of commands in one order."""
+
+    def list_commands(self, ctx: object) -> list[str]:  # noqa: ARG002 - what it is called with
+        return sorted(self.commands, key=_ORDER.index)
+
+
 app = typer.Typer(
     name="tonnage",
+    cls=_InOrder,
     help="To the byte, what every GPU will hold of a language model, before anything is downloaded or loaded.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -60,7 +81,7 @@ def _main(
     pass
 
 
-for command in (inspect, plan, prepare, export, verify, measure, calibrate, explain, models, gpus, synth, demo):
+for command in (inspect, plan, synth, prepare, export, verify, measure, explain, calibrate, models, gpus, demo):
     app.command()(command)
 app.add_typer(calibrations, name="calibrations")
 
@@ -69,9 +90,10 @@ def main() -> None:
     """Run the command; a refusal is printed on stderr, one line per problem, and exits with 2, or with its own status.
 
     So is a module of an extra that is not installed. A closed pipe ends the command as it ends any other; output that
-    cannot be written is a refusal too.
+    cannot be written is a refusal too, and so is a path that the system refuses.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    _open_streams()
     try:
         try:
             app()
@@ -84,8 +106,29 @@ def main() -> None:
             raise
         _refuse(f"{name} is not installed; it comes with `pip install 'tonnage[prepare,sign]'`")
     except OSError as error:
-        sys.stdout = None  # nothing is left to flush at exit
-        _refuse(f"cannot write the output; found {error.strerror}")
+        if _is_of_output(error):
+            sys.stdout = None  # nothing is left to flush at exit
+            _refuse(f"cannot write the output; found {error.strerror}")
+        named = isinstance(error.filename, str | bytes)
+        where = one_line(os.fsdecode(error.filename)) if named else "a file"
+        _refuse(f"{where}: cannot be used; found {error.strerror or error}")
+
+
+def _open_streams() -> None:
+    """Let what is closed lead nowhere: else the next file opened gets its number, and what is said goes into that."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w", encoding="utf-8"))
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether results could not be written: it was raised where they are, here or in the library that prints."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else trace.tb_frame.f_globals["__name__"]
+    return error.filename is None and (module == __name__ or module.partition(".")[0] in _PRINTING)
 
 
 def status_of(error: TonnageError) -> int:
@@ -97,5 +140,5 @@ def status_of(error: TonnageError) -> int:
 
 def _refuse(lines: str, status: int = UNUSABLE_INPUT) -> NoReturn:
     for line in lines.splitlines():
-        print(f"tonnage: {line}", file=sys.stderr)  # noqa: T201 - the command's own output
+        note(f"tonnage: {line}")
     raise SystemExit(status) from None

@@ -46,7 +46,9 @@ def calibrate(
     force: Annotated[bool, typer.Option("--force", help="Write over another record of that file.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Fit the credit to measured packages: the largest that no measured rank contradicts, with its evidence.
+    """Fit the credit to measured packages.
+
+    The largest that no measured rank contradicts, with its evidence.
 
     Example: tonnage calibrate ./Kimi-K3.1-EXL3 --tp 8 --measured measured.json -o kimi-k3.1-tp8.json
     """
@@ -57,7 +59,7 @@ def calibrate(
     from tonnage.calibrate import calibrate_document
     from tonnage.calibrations.credit_records import record_bytes
     from tonnage.calibrations.io import user_directory
-    from tonnage.cli.records import write_record
+    from tonnage.cli.records import write_records
     from tonnage.measure.io import read_measurement_file
     from tonnage.units import parse_size
 
@@ -76,8 +78,7 @@ def calibrate(
         record = replace(record, supersedes=(earlier.id,))
     document = calibrate_document(record, earlier)
     written = [path for path in (output, user_directory() / f"{record.id}.json" if save else None) if path is not None]
-    for path in written:
-        write_record(path, record_bytes(record), force=force)
+    write_records(written, record_bytes(record), force=force)
     if as_json:
         emit_json(document)
     else:

@@ -24,7 +24,9 @@ Records = Annotated[
 
 @calibrations.callback()
 def _main() -> None:
-    """List, show and check the calibrations: shipped, the user's own, the project's.
+    """List, show and check the calibrations.
+
+    Those shipped, the user's own, the project's.
 
     Example: tonnage calibrations list
     """
@@ -32,7 +34,7 @@ def _main() -> None:
 
 @calibrations.command("list")
 def list_records(records: Records = None, as_json: Json = False) -> None:
-    """List the records, each with its credit, its evidence and the headroom over it.
+    """List the records: credit, evidence, headroom over it.
 
     Example: tonnage calibrations list
     """
@@ -75,7 +77,9 @@ def check_records(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compute every record again; exit 5 if an estimate lies under a measurement.
+    """Compute every record again.
+
+    Exits with 5 if an estimate lies under a measurement.
 
     Example: tonnage calibrations check
     """

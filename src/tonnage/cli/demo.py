@@ -18,7 +18,9 @@ _TP = 2
 
 
 def demo() -> None:
-    """Run the whole loop on a small Kimi-K3.1-like EXL3 checkpoint, offline: from a refused plan to a verified package.
+    """Run the whole loop on a small checkpoint, offline.
+
+    A Kimi-K3.1-like EXL3 one, from a refused plan to a verified package.
 
     Example: tonnage demo
     """

@@ -27,7 +27,9 @@ def explain(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say line by line where planned and measured bytes of a rank differ, the largest difference first.
+    """Say where planned and measured bytes of a rank differ.
+
+    Line by line, the largest difference first.
 
     Exits with 5 if a rank holds more than was planned at most.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -67,14 +66,20 @@ def export(
     into: Annotated[
         Path | None, typer.Option("--into", metavar="PARENT", help="Move the finished package to PARENT/NAME.")
     ] = None,
+    add: Annotated[
+        list[Path] | None,
+        typer.Option("--add", metavar="FILE", help="Put a small file in, such as a README.md; may be repeated."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a signed package of what was prepared, where it is; no weight is read again, unless --hash asks for it.
+    """Make a signed package of what was prepared, where it is.
+
+    No weight is read again, unless --hash asks for it.
 
     Example: tonnage export prepared --key key.pem --profile c4-p4096
     """
     from tonnage.checkpoint.io import read_json
-    from tonnage.export.io import export_package
+    from tonnage.export.io import export_package, read_added
     from tonnage.export.manifest import PackageError
     from tonnage.export.naming import check_name
     from tonnage.export.package import Options
@@ -97,10 +102,11 @@ def export(
             draft_tokens=draft_tokens,
         ),
         hash=hash_name,
+        added=read_added(add or []),
     )
     by_key = _key(key, certificate, chain or [], password_env)
     signer = load_signer(_only(by_key, _sigstore(sigstore, identity_token_env, trust_config)))
-    with progress() if hash_name else nullcontext(lambda _: None) as show:
+    with progress() as show:
         exported = export_package(directory, signer, options, into=into, on_progress=later(show))
     if as_json:
         emit_json(_document(exported, signer))
@@ -176,6 +182,7 @@ def _document(exported: Exported, signer: Signer) -> dict[str, object]:
         "reread_bytes": exported.reread_bytes,
         "signer": {"method": signer.method, "identity": signer.identity},
         "changed": exported.changed,
+        "moved": exported.moved,
     }
 
 
@@ -190,6 +197,8 @@ def _emit_table(exported: Exported, signer: Signer) -> None:
     emit(f"manifest  sha256 {exported.package.digest}; of its files {manifest.hash}")
     emit(f"signed    {signer.method} {one_line(signer.identity or '')}".rstrip())
     if exported.reread_bytes:
-        note(f"{text(exported.reread_bytes)} {unit} were read once more for digests that were not on record")
-    if not exported.changed:
+        note(f"{text(exported.reread_bytes)} {unit} were read once more, to take or to check digests")
+    if exported.moved:
+        note(f"moved to {one_line(str(exported.path))}")
+    elif not exported.changed:
         note("nothing was written: it was packaged and signed so before")

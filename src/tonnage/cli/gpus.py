@@ -6,7 +6,9 @@ from tonnage.cli.options import Json, emit, emit_json
 
 
 def gpus(as_json: Json = False) -> None:
-    """List the GPUs in the table, with what a process can use of each and how that is known.
+    """List the GPUs that are known, and what of each can be used.
+
+    With how that is known.
 
     Example: tonnage gpus
     """

@@ -6,7 +6,9 @@ from tonnage.cli.options import Json, Source, emit, emit_json
 
 
 def inspect(source: Source, as_json: Json = False) -> None:
-    """Say what a checkpoint holds by role, storage format and dtype; name what is missing, unexpected or misshapen.
+    """Say what a checkpoint holds by role, format and dtype.
+
+    What is missing, unexpected or misshapen is named.
 
     Example: tonnage inspect ./Llama-3.1-8B
     """

@@ -25,7 +25,9 @@ def measure(
     force: Annotated[bool, typer.Option("--force", help="Write over another file.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what every rank holds as stored, by class of tensors; of several packages whether they are identical.
+    """Say what every rank holds as stored, by class of tensors.
+
+    Of several packages whether they are identical.
 
     Example: tonnage measure prepared --json -o measured.json
     """
@@ -37,9 +39,12 @@ def measure(
     comparison = measure_packages(packages)
     document = measurement_document(comparison, date=measured_on)
     if output is not None:
-        from tonnage.cli.records import write_record
+        from tonnage.cli.records import write_records
+        from tonnage.measure.record import read_measurement
 
-        write_record(output, json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n", force=force)
+        content = json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
+        read_measurement(content, str(output))
+        write_records([output], content, force=force)
     if as_json:
         emit_json(document)
     else:

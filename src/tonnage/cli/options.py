@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +17,7 @@ Source = Annotated[
 Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel size.")]
 Ep = Annotated[int, typer.Option("--ep", help="Expert-parallel size: 1, or the tensor-parallel size.")]
 Pp = Annotated[int, typer.Option("--pp", help="Pipeline-parallel size.")]
+_NOT_PLAIN = re.compile(r"[^\n -~]")
 Json = Annotated[bool, typer.Option("--json", help="Print a versioned JSON document instead of a table.")]
 Output = Annotated[Path, typer.Option("-o", "--output", help="Directory to write; must not exist, or be empty.")]
 
@@ -25,10 +28,28 @@ def emit(text: str) -> None:
 
 
 def emit_json(document: dict[str, Any]) -> None:
-    """Print a document on stdout."""
-    typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    """Print a document on stdout; what cannot be seen in it is escaped, as a terminal may obey it."""
+    typer.echo(json_text(document))
+
+
+def json_text(document: dict[str, Any]) -> str:
+    r"""Return a document as JSON; of Unicode only what is printable stands as it is.
+
+    >>> print(json_text({"name": "\u00e9 \x9b2J \x7f \U000e0041"}))
+    {
+      "name": "é \u009b2J \u007f \udb40\udc41"
+    }
+    """
+    return _NOT_PLAIN.sub(_escaped, json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    one = match[0]
+    units = one.encode("utf-16-be", "surrogatepass").hex()
+    return one if one.isprintable() else "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
 
 def note(text: str) -> None:
-    """Print progress or a warning on stderr."""
-    typer.echo(text, err=True)
+    """Print progress or a warning on stderr; where nobody can be told, the exit code alone says it."""
+    with suppress(OSError):
+        typer.echo(text, err=True)

@@ -60,7 +60,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what every rank will hold, line by line, and whether it fits.
+    """Say what every rank will hold, and whether it fits.
 
     Example: tonnage plan config.json --tp 8 --engine vllm --gpu rtx-pro-6000 --reserve 6GiB
     """

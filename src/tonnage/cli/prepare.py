@@ -81,7 +81,9 @@ def prepare(
     force: Annotated[bool, typer.Option("--force", help="Start over, whatever was prepared here before.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write the files of every rank, exactly as planned: cut, converted if wanted, resumable after anything.
+    """Write the files of every rank, exactly as planned.
+
+    Cut, converted if wanted, resumable after anything.
 
     Example: tonnage prepare ./Llama-3.1-8B --tp 2 --convert mxfp8 -o prepared --dry-run
     """
@@ -241,6 +243,7 @@ def _emit_dry_run(preparation: Preparation, *, force: bool, as_json: bool) -> No
         )
     else:
         _emit_table(rows, ("rank", "planned_bytes", "payload_bytes", "files"))
+        _emit_conversion(preparation)
         unit, text = unit_for(needed)
         emit(f"disk: {text(needed)} {unit} needed, {text(free)} {unit} free")
         emit(f"memory: at most {preparation.memory_bytes // MIB} MiB in {preparation.workers} workers")
@@ -269,20 +272,27 @@ def _emit_summary(preparation: Preparation, summary: Summary) -> None:
         worst = min(noisy, key=lambda tensor: tensor.sqnr_db or 0)
         largest = f"{one_line(worst.tensor)}: SQNR {worst.sqnr_db:.2f} dB"
         emit(f"{len(summary.converted)} tensors converted; largest error in {largest}")
+    _emit_conversion(preparation)
     total = sum(one.file_bytes for one in preparation.survey.outputs)
     unit, text = unit_for(total)
     where = one_line(str(preparation.setup.output))
     emit(f"{where}: {text(total)} {unit} in {summary.seconds:.1f} s; planned == written on every rank")
 
 
+def _emit_conversion(preparation: Preparation) -> None:
+    """Say what the conversion leaves as it is, as the plan does."""
+    from tonnage.api import CONVERT_NOTE
+    from tonnage.errors import one_line
+
+    for text in (preparation.plan or {}).get("notes", ()):
+        if text.startswith(CONVERT_NOTE):
+            emit(one_line(text))
+
+
 def _emit_table(rows: list[dict[str, int]], columns: tuple[str, ...]) -> None:
-    from rich.table import Table
+    from tonnage.report.tables import add_row, new_table, render
 
-    from tonnage.report.tables import render
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="right", no_wrap=True)
+    table = new_table(*(column.replace("_", " ") for column in columns))
     for row in rows:
-        table.add_row(*(f"{row[column]:,}" for column in columns))
+        add_row(table, *(f"{row[column]:,}" for column in columns))
     emit(render(table))

@@ -28,7 +28,9 @@ def synth(
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Write a rehearsal checkpoint: exact headers over sparse files of full size, or a small model with --scale-down.
+    """Write a rehearsal checkpoint.
+
+    Exact headers over sparse files of full size, or with --scale-down a small model.
 
     Example: tonnage synth config.json -o rehearsal --scale-down
     """

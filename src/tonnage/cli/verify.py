@@ -9,11 +9,13 @@ import typer
 
 from tonnage.cli.options import Json, emit, emit_json
 from tonnage.cli.progress import later, progress
+from tonnage.prepare.documents import SIGNATURE
 from tonnage.units import unit_for
 
 if TYPE_CHECKING:
     from tonnage.errors import Problem
     from tonnage.export.signature import Trust
+    from tonnage.export.statement import Signed
     from tonnage.export.verify import Verification
 
 VERIFY_SCHEMA = "tonnage.verify/1"
@@ -36,7 +38,8 @@ def verify(
         Path | None, typer.Option("--trust-config", help="Keys of another Sigstore instance than the public one.")
     ] = None,
     rank: Annotated[
-        list[int] | None, typer.Option("--rank", min=0, help="Check this rank's files alone; repeatable.")
+        list[int] | None,
+        typer.Option("--rank", min=0, help="Check the files of this rank and of all ranks; repeatable."),
     ] = None,
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="TP size the package must be cut for.")] = None,
     fast: Annotated[
@@ -44,9 +47,11 @@ def verify(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check that a package is, file by file, what was signed, and that its ranks, shapes and plan agree.
+    """Check file by file that a package is what was signed.
 
-    Exit code 4 if not. Example: tonnage verify ./package --key release.pub.pem --rank 3
+    And that its ranks, shapes and plan agree. Exit code 4 if not.
+
+    Example: tonnage verify ./package --key release.pub.pem --rank 3
     """
     from tonnage.export.verify import VerifyRequest, verify_package
 
@@ -78,16 +83,13 @@ def _trust(
     raise UnitError(Problem(where="verify", what="by whom it must be signed", expected=expected))
 
 
-def _signer(trust: Trust) -> dict[str, str]:
-    """Return by whom a verified package is signed, in the terms it was asked for."""
-    from tonnage.export.keys import key_hint, load_public_key
-    from tonnage.export.signature import CertificateChain, PublicKey
+def _signer(signed: Signed, trust: Trust) -> dict[str, str]:
+    """Return by whom a verified package is signed."""
+    from tonnage.export.signature import PublicKey, SigstoreIdentity
 
-    if isinstance(trust, PublicKey):
-        return {"method": "key", "identity": key_hint(load_public_key(trust.path))}
-    if isinstance(trust, CertificateChain):
-        return {"method": "certificate", "trusted": ", ".join(map(str, trust.paths))}
-    return {"method": "sigstore", "identity": trust.identity, "issuer": trust.issuer}
+    if isinstance(trust, SigstoreIdentity):
+        return {"method": "sigstore", "identity": signed.signer, "issuer": trust.issuer}
+    return {"method": "key" if isinstance(trust, PublicKey) else "certificate", "identity": signed.signer}
 
 
 def verification_document(found: Verification, trust: Trust) -> dict[str, Any]:
@@ -96,16 +98,18 @@ def verification_document(found: Verification, trust: Trust) -> dict[str, Any]:
     return {
         "schema": VERIFY_SCHEMA,
         "verified": found.verified,
-        "mode": "fast" if found.request.fast else "full",
+        "mode": "in part" if found.in_part else "full",
+        "fast": found.request.fast,
         "package": manifest.name if manifest else None,
         "hash": manifest.hash if manifest else None,
         "layout": manifest.layout if manifest else None,
         "topology": {"tp": topology.tp, "ep": topology.ep, "pp": topology.pp} if topology else None,
-        "signer": _signer(trust) if found.signed else None,
-        "ranks": list(found.ranks),
+        "signer": _signer(found.signed, trust) if found.signed else None,
+        "ranks": _rows(found),
         "files": found.files,
         "bytes": found.nbytes,
         "hashed_bytes": found.hashed_bytes,
+        "signature_bytes": found.signature_bytes,
         "seconds": round(found.seconds, 3),
         "not_checked": list(found.unchecked),
         "problems": [_problem(problem) for problem in found.problems],
@@ -120,25 +124,49 @@ def _problem(problem: Problem) -> dict[str, str]:
     }
 
 
-def _emit_table(found: Verification, trust: Trust) -> None:
-    from rich.table import Table
+def _rows(found: Verification) -> list[dict[str, int]]:
+    """Return what every rank that was checked has: tensors, their bytes, and the bytes of all its files."""
+    rows = []
+    by_rank = found.manifest.by_rank() if found.manifest else {}
+    for rank in found.ranks:
+        files = by_rank.get(rank, [])
+        rows.append(
+            {
+                "rank": rank,
+                "files": len(files),
+                "tensors": sum(file.tensors for file in files),
+                "payload_bytes": sum(file.payload_bytes for file in files),
+                "bytes": sum(file.nbytes for file in files),
+            }
+        )
+    return rows
 
+
+def _emit_table(found: Verification, trust: Trust) -> None:
     from tonnage.errors import one_line
-    from tonnage.report.tables import render
+    from tonnage.report.tables import add_row, new_table, render
 
     assert found.manifest is not None
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("rank", "files", "tensors", "payload bytes", "file bytes"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for rank in found.ranks:
-        files = found.manifest.of_rank(rank)
-        sums = (sum(getattr(file, name) for file in files) for name in ("tensors", "payload_bytes", "nbytes"))
-        table.add_row(str(rank), *(f"{value:,}" for value in (len(files), *sums)))
+    assert found.signed is not None
+    table = new_table("rank", "files", "tensors", "payload bytes", "bytes of all files")
+    rows = _rows(found)
+    for row in rows:
+        add_row(table, *(f"{value:,}" for value in row.values()))
+    files, nbytes = (sum(row[name] for row in rows) for name in ("files", "bytes"))
+    add_row(table, "shared", f"{found.files - files:,}", "0", "0", f"{found.nbytes - nbytes:,}")
     emit(render(table))
-    unit, text = unit_for(found.nbytes)
-    emit(f"signed: {one_line(', '.join(_signer(trust).values()))}")
+    emit(f"signed: {one_line(', '.join(_signer(found.signed, trust).values()))}")
     for what in found.unchecked:
         emit(f"not checked: {one_line(what)}")
-    how = f"{found.manifest.hash}, {text(found.hashed_bytes)} of {text(found.nbytes)} {unit} hashed"
-    name = one_line(found.manifest.name)
-    emit(f"{name}: verified; {found.files} files, {how} in {found.seconds:.1f} s")
+    emit(f"{one_line(found.manifest.name)}: {_verdict(found, found.manifest.hash)}, in {found.seconds:.1f} s")
+
+
+def _verdict(found: Verification, hash_name: str) -> str:
+    """Say how much was verified, in parts that add up to the bytes of all files."""
+    unit, text = unit_for(found.nbytes)
+    unread = found.nbytes - found.hashed_bytes - found.signature_bytes
+    parts = [f"{found.hashed_bytes:,} hashed ({hash_name}), documents included"]
+    parts += [f"{unread:,} of weight files whose headers alone were read"] * (unread > 0)
+    parts += [f"{found.signature_bytes:,} of {SIGNATURE}"]
+    said = "verified in part" if found.in_part else "verified"
+    return f"{said}: {found.files} files, {found.nbytes:,} bytes ({text(found.nbytes)} {unit}): {', '.join(parts)}"

@@ -90,7 +90,7 @@ def document_problems(plan: Planned, provenance: Provenance, manifest: Manifest)
         engine=options.engine,
         topology=manifest.topology,
         converted=provenance.numerics.kind == "converted",
-        payload_bytes={rank: sum(file.payload_bytes for file in manifest.of_rank(rank)) for rank in manifest.ranks},
+        payload_bytes={rank: sum(file.payload_bytes for file in files) for rank, files in manifest.by_rank().items()},
     )
     try:
         check_plan(plan, prepared, plan, where=PLAN)

@@ -1,8 +1,8 @@
 """A chain of certificates: from the one that signed to an authority that is trusted.
 
 As the stock verifier does, a chain is judged at the moment its first certificate became valid: nothing in a bundle
-without Sigstore says when it was signed. Unlike there, every certificate must be part of the way to the authority, so
-that no bit of a bundle is without a meaning.
+without Sigstore says when it was signed. Unlike there, every certificate must be part of the way to the authority, and
+stands once. Equal bundles are not the only ones that verify: an elliptic curve signature has two forms, both are taken.
 
 Source:
     model-signing 1.1.1 ``sign_certificate.py``.
@@ -40,8 +40,8 @@ _ERRORS = (
 
 def signing_key(
     chain: Sequence[bytes], anchors: Sequence[x509.Certificate], *, where: str, kind: type[TonnageError]
-) -> ec.EllipticCurvePublicKey:
-    """Return the key of the certificate that signed.
+) -> tuple[ec.EllipticCurvePublicKey, str]:
+    """Return the key of the certificate that signed, and its subject.
 
     Args:
         chain: Certificates in DER form; the first signed, each is issued by the next.
@@ -59,7 +59,8 @@ def signing_key(
             raise kind(Problem(where=where, what="a certificate that is no part of the way to a trusted one"))
         if not _may_sign(certificates[0]):
             raise kind(Problem(where=where, what=_NO_USE, expected=_USE))
-        return check_public_key(certificates[0].public_key(), where=where, kind=kind)
+        key = check_public_key(certificates[0].public_key(), where=where, kind=kind)
+        return key, certificates[0].subject.rfc4514_string()
 
 
 def check_chain(

@@ -49,6 +49,7 @@ class Scope:
         files: Theirs, and those of all ranks.
         closed: Directories of other ranks.
         fast: As asked for.
+        besides: Files that are there and not listed.
     """
 
     signed: Signed
@@ -58,6 +59,7 @@ class Scope:
     files: tuple[PackagedFile, ...]
     closed: frozenset[str]
     fast: bool
+    besides: tuple[str, ...] = (MANIFEST, SIGNATURE)
 
     @property
     def hashes(self) -> tuple[Hash, ...]:
@@ -70,14 +72,30 @@ class Scope:
         return (file.digest, self.signed.digests[file.path])[: len(self.hashes)]
 
 
-def check_files(root: int, scope: Scope, on_progress: Callable[[Standing], None]) -> tuple[int, list[Problem]]:
-    """Return the bytes hashed and everything that is wrong with tree, files, and what they say together."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What came of checking files.
+
+    Attributes:
+        hashed_bytes: Bytes hashed.
+        ignored: What stands in the directory, is not of the package, and was not looked at.
+        problems: Everything that is wrong with tree, files, and what they say together.
+    """
+
+    hashed_bytes: int
+    ignored: tuple[str, ...] = ()
+    problems: tuple[Problem, ...]
+
+
+def check_files(root: int, scope: Scope, on_progress: Callable[[Standing], None]) -> Checked:
+    """Return what is wrong with the files of a package."""
     try:
         tree = walk_tree(root, closed=scope.closed)
     except OSError as error:
-        return 0, [Problem(where="directory", what="changed while it was read", found=error.strerror)]
+        changed = Problem(where="directory", what="changed while it was read", found=error.strerror)
+        return Checked(hashed_bytes=0, problems=(changed,))
     paths = [file.path for file in scope.files]
-    problems = list(tree_problems(tree, (*paths, MANIFEST, SIGNATURE), scope.closed))
+    problems = list(tree_problems(tree, (*paths, *scope.besides), scope.closed))
     present = [file for file in scope.files if file.path in tree.files]
     problems += (
         Problem(
@@ -93,7 +111,7 @@ def check_files(root: int, scope: Scope, on_progress: Callable[[Standing], None]
     reading.run(root, on_progress)
     problems += reading.problems
     problems += reading.together(complete=not problems)
-    return reading.hashed_bytes, problems
+    return Checked(hashed_bytes=reading.hashed_bytes, ignored=tuple(tree.ignored), problems=tuple(problems))
 
 
 class _Reading:

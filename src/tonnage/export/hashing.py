@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Literal
 
 from tonnage.checkpoint.header_check import PREFIX_BYTES
@@ -241,40 +242,49 @@ def _wide_digest() -> Digest:
 
 
 def _windows(descriptor: int, target: Target, begin: int, _width: int) -> Iterator[memoryview]:
-    """Yield the rest of a file through one buffer; windows begin at multiples of their size."""
+    """Yield the rest of a file through one buffer."""
     buffer = memoryview(bytearray(min(WINDOW_BYTES, target.nbytes)))
-    while begin < target.nbytes:
-        view = buffer[: min(WINDOW_BYTES - begin % WINDOW_BYTES, target.nbytes - begin)]
-        _fill(descriptor, view, begin, target.path)
-        yield view
-        begin += len(view)
+    for offset, nbytes in _places(begin, target.nbytes, WINDOW_BYTES):
+        _fill(descriptor, buffer[:nbytes], offset, target.path)
+        yield buffer[:nbytes]
 
 
 def _windows_ahead(descriptor: int, target: Target, begin: int, width: int) -> Iterator[memoryview]:
     """Yield the rest of a file through two buffers; while one is in use the other is filled, by several if it pays."""
     readers = min(max(width // 2, 1), MOST_READERS)
     window = LARGE_WINDOW_BYTES * readers
-    buffers = [memoryview(bytearray(window)) for _ in range(2)]
-    places = []
-    while begin < target.nbytes:
-        places.append((begin, min(window - begin % window, target.nbytes - begin)))
-        begin += places[-1][1]
+    buffers = cycle([memoryview(bytearray(window)) for _ in range(2)])
     with ThreadPoolExecutor(readers) as pool:
 
-        def fill(number: int) -> list[Future[None]]:
-            offset, nbytes = places[number]
-            view = buffers[number % 2][:nbytes]
+        def fill(view: memoryview, offset: int) -> list[Future[None]]:
             return [
                 pool.submit(_fill, descriptor, view[at : at + LARGE_WINDOW_BYTES], offset + at, target.path)
-                for at in range(0, nbytes, LARGE_WINDOW_BYTES)
+                for at in range(0, len(view), LARGE_WINDOW_BYTES)
             ]
 
-        filling = fill(0) if places else []
-        for number, (_, nbytes) in enumerate(places):
-            for future in filling:
-                future.result()
-            filling = fill(number + 1) if number + 1 < len(places) else []
-            yield buffers[number % 2][:nbytes]
+        before: tuple[memoryview, list[Future[None]]] | None = None
+        for offset, nbytes in _places(begin, target.nbytes, window):
+            view = next(buffers)[:nbytes]
+            filling = fill(view, offset)
+            if before is not None:
+                yield _filled(*before)
+            before = view, filling
+        if before is not None:
+            yield _filled(*before)
+
+
+def _places(begin: int, end: int, window: int) -> Iterator[tuple[int, int]]:
+    """Yield offset and length of every window; they begin at multiples of their size. A file may be of any size."""
+    while begin < end:
+        nbytes = min(window - begin % window, end - begin)
+        yield begin, nbytes
+        begin += nbytes
+
+
+def _filled(view: memoryview, filling: list[Future[None]]) -> memoryview:
+    for future in filling:
+        future.result()
+    return view
 
 
 def _unreadable(path: str, error: OSError) -> Problem:

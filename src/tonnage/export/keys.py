@@ -10,6 +10,7 @@ Source:
 from __future__ import annotations
 
 import hashlib
+import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ _CURVES: dict[str, type[hashes.HashAlgorithm]] = {
     "secp521r1": hashes.SHA512,
 }
 _CURVE_NAMES = "P-256, P-384 or P-521"
+_ENCRYPTED = b"ENCRYPTED"
+"""What the text of an encrypted key holds: in its label (PKCS #8), or in a line below it (SEC 1)."""
 
 
 class KeyFileError(TonnageError):
@@ -48,15 +51,20 @@ def load_private_key(path: Path, password: str | None) -> ec.EllipticCurvePrivat
     Raises:
         KeyFileError: It is none, is encrypted and the password is missing or wrong, or is on another curve.
     """
-    raw = _read(path)
+    raw = read_key_file(path)
     try:
         key = serialization.load_pem_private_key(raw, None if password is None else password.encode())
     except TypeError as error:
-        what = "key is not encrypted, and a password was given" if password is not None else "key is encrypted"
-        expected = "no password" if password is not None else "its password"
+        encrypted = _ENCRYPTED in raw
+        given = "key is encrypted" if password is None else "key is encrypted, and the password given is empty"
+        what = given if encrypted else "key is not encrypted, and a password was given"
+        expected = "its password, in a variable: --password-env NAME" if encrypted else "no --password-env"
         raise KeyFileError(Problem(where=str(path), what=what, expected=expected)) from error
     except (ValueError, UnsupportedAlgorithm) as error:
-        what = "not a private key" if password is None else "not a private key, or another password"
+        if password is not None and _ENCRYPTED in raw:
+            what, expected = "wrong password, or a damaged key", "the password it was encrypted with"
+            raise KeyFileError(Problem(where=str(path), what=what, expected=expected)) from error
+        what = "not a private key"
         expected = f"an elliptic curve private key in PEM form ({_CURVE_NAMES})"
         raise KeyFileError(Problem(where=str(path), what=what, expected=expected, found=_kind(raw))) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -71,7 +79,7 @@ def load_public_key(path: Path) -> ec.EllipticCurvePublicKey:
     Raises:
         KeyFileError: It is none, or is on another curve.
     """
-    raw = _read(path)
+    raw = read_key_file(path)
     try:
         key = serialization.load_pem_public_key(raw)
     except (ValueError, UnsupportedAlgorithm) as error:
@@ -90,7 +98,7 @@ def load_certificates(path: Path) -> tuple[x509.Certificate, ...]:
     """
     from cryptography.x509 import load_pem_x509_certificates  # noqa: PLC0415 - only for certificates, and slow
 
-    raw = _read(path)
+    raw = read_key_file(path)
     try:
         with warnings.catch_warnings():  # about how old certificates are encoded
             warnings.simplefilter("ignore")
@@ -140,7 +148,12 @@ def _encoding(payload: bytes) -> bytes:
     return b"DSSEv1 %d %s %d %s" % (len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode(), len(payload), payload)
 
 
-def _read(path: Path) -> bytes:
+def read_key_file(path: Path) -> bytes:
+    """Return a small file of keys, certificates, or where to find them.
+
+    Raises:
+        KeyFileError: It is no regular file, is too large, or cannot be read.
+    """
     try:
         return read_bytes(path, limit_bytes=KEY_LIMIT_BYTES, kind=KeyFileError)
     except KeyFileError as error:
@@ -156,7 +169,7 @@ def _check_curve(where: str, curve: ec.EllipticCurve, kind: type[TonnageError] =
 
 
 def _not_elliptic(where: str, key: object, kind: type[TonnageError] = KeyFileError) -> TonnageError:
-    found = type(key).__name__.lstrip("_").removesuffix("Key")
+    found = re.sub("(Private|Public)Key$", " key", type(key).__name__.lstrip("_"))
     expected = f"an elliptic curve key ({_CURVE_NAMES})"
     return kind(Problem(where=where, what="not an elliptic curve key", expected=expected, found=found))
 

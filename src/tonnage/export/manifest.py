@@ -10,16 +10,20 @@ import posixpath
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Literal
 
 import msgspec
 
+from tonnage.checkpoint.strict_json import MOST_CONTAINERS, MOST_PROBLEMS, MOST_VALUES
 from tonnage.errors import Problem, TonnageError
 from tonnage.prepare.documents import MANIFEST, SIGNATURE
 from tonnage.topology import MOST_RANKS
 
 MANIFEST_SCHEMA: Literal["tonnage.manifest/1"] = "tonnage.manifest/1"
-MANIFEST_LIMIT_BYTES = 1 << 30
+MANIFEST_LIMIT_BYTES = 64 << 20
+"""Of a manifest, as of a signature. It has at most as many files and ranks as any JSON here has objects."""
+
 LONGEST_NAME = 128
 NAME_RULE = f"letters, digits, '.', '_' and '-', at most {LONGEST_NAME}, a letter or digit first"
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_NAME - 1}}}")
@@ -95,9 +99,13 @@ class Manifest:
     ranks: tuple[_Count, ...]
     files: tuple[PackagedFile, ...]
 
-    def of_rank(self, rank: int) -> tuple[PackagedFile, ...]:
-        """Return the files of one rank."""
-        return tuple(file for file in self.files if file.rank == rank)
+    def by_rank(self) -> dict[int, list[PackagedFile]]:
+        """Return the files of every rank."""
+        found: dict[int, list[PackagedFile]] = {rank: [] for rank in self.ranks}
+        for file in self.files:
+            if file.rank is not None and file.rank in found:
+                found[file.rank].append(file)
+        return found
 
     def digests(self, algorithm: str) -> dict[str, str]:
         """Return the digests by an algorithm, by path; none if they are not stated."""
@@ -112,11 +120,11 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     document["ranks"] = [
         {
             "rank": rank,
-            "tensors": sum(file.tensors for file in manifest.of_rank(rank)),
-            "payload_bytes": sum(file.payload_bytes for file in manifest.of_rank(rank)),
-            "file_bytes": sum(file.nbytes for file in manifest.of_rank(rank)),
+            "tensors": sum(file.tensors for file in files),
+            "payload_bytes": sum(file.payload_bytes for file in files),
+            "file_bytes": sum(file.nbytes for file in files),
         }
-        for rank in manifest.ranks
+        for rank, files in manifest.by_rank().items()
     ]
     return msgspec.json.encode(document, order="sorted")
 
@@ -147,21 +155,30 @@ def parse_manifest(raw: bytes, *, where: str = MANIFEST) -> Manifest:
     """Return a manifest, checked whole: written canonically, paths plain, sorted and unique, ranks of the topology.
 
     Raises:
-        PackageError: Naming every problem.
+        PackageError: Naming every problem, up to a few dozen.
     """
+    _check_length(raw, where)
     try:
         found = msgspec.json.decode(raw, type=_Document)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PackageError(Problem(where=where, what="not a manifest of a package", found=str(error))) from error
     fields = {name: getattr(found, name) for name in _Document.__dataclass_fields__ if name != "ranks"}
     manifest = Manifest(**fields, ranks=tuple(total.rank for total in found.ranks))
-    problems = tuple(_problems(manifest, where))
+    problems = tuple(islice(_problems(manifest, where), MOST_PROBLEMS))
     if not problems and manifest_bytes(manifest) != raw:
         what = "not written canonically, or the totals of a rank are not the sums of its files"
         problems = (Problem(where=where, what=what),)
     if problems:
         raise PackageError(*problems)
     return manifest
+
+
+def _check_length(raw: bytes, where: str) -> None:
+    """Refuse, before there is an object for any of it, a text of more files and ranks than a package is worth."""
+    too_many = raw.count(b",") > MOST_VALUES or raw.count(b"[") + raw.count(b"{") > MOST_CONTAINERS
+    if too_many or len(raw) > MANIFEST_LIMIT_BYTES:
+        expected = f"at most {MANIFEST_LIMIT_BYTES} bytes, {MOST_CONTAINERS} files and ranks"
+        raise PackageError(Problem(where=where, what="manifest too large", expected=expected))
 
 
 def is_package_path(path: str) -> bool:
@@ -192,13 +209,14 @@ def is_package_name(name: str) -> bool:
 def _problems(manifest: Manifest, where: str) -> Iterator[Problem]:
     if not is_package_name(manifest.name):
         yield Problem(where=where, what="not the name of a package", expected=NAME_RULE, found=repr(manifest.name))
+    ranks = frozenset(manifest.ranks)
     paths = [file.path for file in manifest.files]
     if paths != sorted(set(paths)):
         yield Problem(where=where, what="files are not sorted, or one stands twice")
     for file in manifest.files:
         if not is_package_path(file.path) or file.path in (MANIFEST, SIGNATURE):
             yield Problem(where=where, what="not a path of a file in a package", found=repr(file.path))
-        if file.rank is not None and file.rank not in manifest.ranks:
+        if file.rank is not None and file.rank not in ranks:
             yield Problem(where=where, what=f"{file.path} is of a rank that is not here", found=str(file.rank))
         if (file.sha256 is None) != (manifest.hash == "sha256"):
             expected = "none" if manifest.hash == "sha256" else "one"

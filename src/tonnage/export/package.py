@@ -48,6 +48,7 @@ class Options:
         plan: The document of the plan that is given, in place of the recorded one.
         profile: What is given of the profile.
         hash: Algorithm of the manifest's digests that is given, in place of the one it was prepared with.
+        added: Files that are put in beside the weights, by plain name.
     """
 
     today: str
@@ -56,6 +57,7 @@ class Options:
     plan: Mapping[str, Any] | None = None
     profile: PlannedProfile = field(default_factory=PlannedProfile)
     hash: Hash | None = None
+    added: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def given(self) -> bool:
@@ -78,10 +80,12 @@ class Package:
     Attributes:
         manifest: Every other file.
         documents: Bytes of ``plan.json``, ``provenance.json`` and ``manifest.json``.
+        added: Bytes of the files that are put in.
     """
 
     manifest: Manifest
     documents: Mapping[str, bytes]
+    added: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -124,17 +128,16 @@ def make_package(summary: Summary, contents: Mapping[str, Contents], digests: Di
         for file in summary.written
     ]
     plan, document = _plan(summary, files, topology, options)
-    documents = {
-        PLAN: canonical(document, where=PLAN),
-        PROVENANCE: canonical(provenance(summary, hash_name=hash_name, where=SUMMARY), where=PROVENANCE),
-    }
+    added = {name: raw for name, raw in options.added.items() if name not in digests}
+    origin = provenance(summary, hash_name=hash_name, added=added, where=SUMMARY)
+    documents = {PLAN: canonical(document, where=PLAN), PROVENANCE: canonical(origin, where=PROVENANCE)}
     files += [
         PackagedFile(
             path=path,
             nbytes=len(raw),
             **_stated({name: digest_of(raw, name) for name in ("blake3", "sha256")}, hash_name),
         )
-        for path, raw in documents.items()
+        for path, raw in (*documents.items(), *added.items())
     ]
     manifest = Manifest(
         name=_name(plan, topology, options, options.today),
@@ -146,7 +149,7 @@ def make_package(summary: Summary, contents: Mapping[str, Contents], digests: Di
         files=tuple(sorted(files, key=lambda file: file.path)),
     )
     raw = manifest_bytes(manifest)
-    return Package(manifest=parse_manifest(raw), documents={**documents, MANIFEST: raw})
+    return Package(manifest=parse_manifest(raw), documents={**documents, MANIFEST: raw}, added=added)
 
 
 def keep_package(documents: Mapping[str, bytes], options: Options) -> Package:
@@ -161,9 +164,7 @@ def keep_package(documents: Mapping[str, bytes], options: Options) -> Package:
     """
     manifest = parse_manifest(documents[MANIFEST])
     raise_if_any(PackageError, _document_problems(manifest, documents))
-    what = "already packaged; prepare again to package it otherwise"
-    if options.hash not in (None, manifest.hash):
-        raise PackageError(Problem(where=MANIFEST, what=what, expected=manifest.hash, found=options.hash))
+    raise_if_any(PackageError, _others(manifest, options))
     if options.given:
         before = parse_object(documents[PLAN], where=PLAN, kind=PackageError)
         document = before if options.plan is None else options.plan
@@ -173,10 +174,25 @@ def keep_package(documents: Mapping[str, bytes], options: Options) -> Package:
         today = date_in(manifest.name) or options.today
         name = _name(plan, manifest.topology, options, today)
         if name != manifest.name:
-            raise PackageError(Problem(where=MANIFEST, what=what, expected=manifest.name, found=name))
+            raise PackageError(_finished(MANIFEST, "its name", expected=name, found=manifest.name))
         if canonical(document, where=PLAN) != documents[PLAN]:
-            raise PackageError(Problem(where=PLAN, what=what, expected="the plan in it", found="another plan"))
+            raise PackageError(_finished(PLAN, "its plan and profile", expected="those asked for", found="others"))
     return Package(manifest=manifest, documents=dict(documents))
+
+
+def _others(manifest: Manifest, options: Options) -> Iterator[Problem]:
+    """Yield the digests and files that are asked for and are not in a finished package."""
+    if options.hash not in (None, manifest.hash):
+        yield _finished(MANIFEST, "the hash of its digests", expected=options.hash, found=manifest.hash)
+    listed = manifest.digests("sha256")
+    for name, raw in options.added.items():
+        if (expected := digest_of(raw, "sha256")) != (found := listed.get(name, "no such file")):
+            yield _finished(name, "its files", expected=expected, found=found)
+
+
+def _finished(where: str, part: str, *, expected: str | None, found: str) -> Problem:
+    what = f"already packaged: {part} cannot change; prepare again, into another directory, to package it otherwise"
+    return Problem(where=where, what=what, expected=expected, found=found)
 
 
 def _plan(

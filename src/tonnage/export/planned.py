@@ -10,8 +10,10 @@ import msgspec
 
 from tonnage.errors import Problem, raise_if_any
 from tonnage.export.manifest import PackageError, Parallel
+from tonnage.plan import WEIGHT_LINES
 
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=2**53 - 1)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +65,27 @@ class _Checkpoint:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
     component: str
-    nbytes: int
+    nbytes: _Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    rank: int
+    rank: _Count
     lines: tuple[_Line, ...]
-    weights_bytes: int
+    weights_bytes: _Count
 
     @property
     def role_bytes(self) -> int:
         """Bytes of weights alone: padding may be written, and what an engine adds never is."""
-        return sum(line.nbytes for line in self.lines if line.component.startswith("weights."))
+        return self._sum(("weights.",))
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes of all lines that make up the weights."""
+        return self._sum(WEIGHT_LINES)
+
+    def _sum(self, begins: tuple[str, ...]) -> int:
+        return sum(line.nbytes for line in self.lines if line.component.startswith(begins))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,15 +163,23 @@ def _differences(plan: Planned, prepared: Prepared, recorded: Planned, where: st
         if expected != found:
             yield Problem(where=where, what=f"plan of another {name}", expected=expected, found=found)
     weights = {rank.rank: rank for rank in plan.ranks}
+    world_size = plan.topology.world_size
+    if len(plan.ranks) != world_size or len(weights) != world_size or max(weights) >= world_size:
+        found = f"{len(plan.ranks)} ranks"
+        yield Problem(where=where, what="ranks", expected=f"each of {world_size}, once", found=found)
+    for rank in plan.ranks:
+        if rank.lines and rank.line_bytes != rank.weights_bytes:
+            expected, found = f"the sum of its lines, {rank.line_bytes}", str(rank.weights_bytes)
+            yield Problem(where=where, what=f"weights_bytes of rank {rank.rank}", expected=expected, found=found)
     before = {rank.rank: rank.weights_bytes for rank in recorded.ranks}
-    for rank, payload in prepared.payload_bytes.items():
-        planned = weights.get(rank)
-        if planned is None or planned.weights_bytes != before.get(rank):
-            expected, found = str(before.get(rank)), str(planned.weights_bytes if planned else None)
-            yield Problem(where=where, what=f"weights_bytes of rank {rank}", expected=expected, found=found)
+    for number, payload in prepared.payload_bytes.items():
+        planned = weights.get(number)
+        if planned is None or planned.weights_bytes != before.get(number):
+            expected, found = str(before.get(number)), str(planned.weights_bytes if planned else None)
+            yield Problem(where=where, what=f"weights_bytes of rank {number}", expected=expected, found=found)
         elif not planned.role_bytes <= payload <= planned.weights_bytes:
             expected = f"{planned.role_bytes}..{planned.weights_bytes} bytes, as planned"
-            yield Problem(where=where, what=f"written for rank {rank}", expected=expected, found=f"{payload} bytes")
+            yield Problem(where=where, what=f"written for rank {number}", expected=expected, found=f"{payload} bytes")
 
 
 def _sizes(topology: Parallel) -> str:

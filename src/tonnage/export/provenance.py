@@ -15,7 +15,7 @@ from tonnage.errors import Problem
 from tonnage.export.manifest import PackageError, Parallel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from tonnage.prepare.io import Hash
     from tonnage.prepare.journal import Identity
@@ -56,12 +56,13 @@ def read_origin(identity: Identity, *, where: str) -> Origin:
     return Origin(topology=Parallel(tp=tp, ep=ep, pp=pp), family=family, recipe=digest)
 
 
-def provenance(summary: Summary, *, hash_name: Hash, where: str) -> dict[str, Any]:
+def provenance(summary: Summary, *, hash_name: Hash, added: Collection[str], where: str) -> dict[str, Any]:
     """Return the document.
 
     Args:
         summary: Of the preparation.
         hash_name: Algorithm of the package's digests; those of the source keep theirs.
+        added: Names of files that were put in when it was packaged.
         where: It is from.
 
     Raises:
@@ -78,6 +79,7 @@ def provenance(summary: Summary, *, hash_name: Hash, where: str) -> dict[str, An
             "hash": identity.hash,
             "files": [msgspec.to_builtins(source) for source in summary.sources] or _undigested(identity),
         },
+        "added": sorted(added),
         "recipe": {"family": origin.family, "digest": origin.recipe},
         "options": {
             "topology": msgspec.to_builtins(origin.topology),

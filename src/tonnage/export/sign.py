@@ -18,6 +18,7 @@ import msgspec
 from tonnage.errors import Problem, TonnageError
 from tonnage.export.manifest import PackageError
 from tonnage.export.statement import PAYLOAD_TYPE, Signed, read_statement
+from tonnage.export.walk import IGNORED
 from tonnage.prepare.documents import SIGNATURE
 
 if TYPE_CHECKING:
@@ -82,9 +83,12 @@ def load_signer(source: Key | Sigstore) -> Signer:
     Raises:
         KeyFileError: A file is no key or certificate that can sign, or they do not belong together.
     """
+    from tonnage.export.keys import key_hint, load_private_key, read_key_file  # noqa: PLC0415 - an extra
+
     if isinstance(source, Sigstore):
+        if source.trust_config is not None:
+            read_key_file(source.trust_config)  # bounded; the library reads whatever it is told to
         return Signer(method="sigstore", identity=None, sign=lambda signed: _sign_with_sigstore(source, signed))
-    from tonnage.export.keys import key_hint, load_private_key  # noqa: PLC0415 - an extra
 
     key = load_private_key(source.path, source.password)
     if source.certificate is None:
@@ -130,7 +134,6 @@ def _sign_with_key(key: ec.EllipticCurvePrivateKey, material: dict[str, Any], si
 
 
 def _sign_with_sigstore(source: Sigstore, signed: Signed) -> bytes:
-
     with redirect_stdout(sys.stderr):  # what the user is asked is no result
         from model_signing._signing import sign_sigstore  # noqa: PLC0415 - an extra, and slow
         from sigstore.errors import Error  # noqa: PLC0415 - an extra
@@ -152,7 +155,7 @@ def _payload(signed: Signed) -> Any:
     from model_signing._signing.signing import Payload  # noqa: PLC0415 - an extra
 
     serialization = manifest.SerializationType.from_args(
-        {"method": "files", "hash_type": signed.hash, "allow_symlinks": False, "ignore_paths": [SIGNATURE]}
+        {"method": "files", "hash_type": signed.hash, "allow_symlinks": False, "ignore_paths": [*IGNORED, SIGNATURE]}
     )
     items = [
         manifest.FileManifestItem(path=PurePosixPath(path), digest=Digest(signed.hash, bytes.fromhex(digest)))

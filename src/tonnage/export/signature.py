@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Annotated, Literal
@@ -78,11 +78,22 @@ def read_signature(raw: bytes, trust: Trust, *, where: str = SIGNATURE) -> Signe
     """
     bundle = _read_bundle(raw, where)
     if isinstance(trust, PublicKey):
-        payload = _by_key(bundle, trust, where)
+        payload, signer = _by_key(bundle, trust, where)
     elif isinstance(trust, CertificateChain):
-        payload = _by_certificate(bundle, trust, where)
+        payload, signer = _by_certificate(bundle, trust, where)
     else:
-        payload = _by_identity(raw, trust, where)
+        _check_by_sigstore(bundle.verification_material, trust, where)
+        payload, signer = _by_identity(raw, trust, where), trust.identity
+    return replace(read_statement(payload, where=where, kind=SignatureRefusedError), signer=signer)
+
+
+def read_unverified(raw: bytes, *, where: str = SIGNATURE) -> Signed:
+    """Return what a signature says, without a look at by whom it is: to compare, never to believe.
+
+    Raises:
+        SignatureRefusedError: It is malformed, or signs anything but files by their digests.
+    """
+    payload = _contents(_read_bundle(raw, where), where)[1]
     return read_statement(payload, where=where, kind=SignatureRefusedError)
 
 
@@ -107,6 +118,15 @@ class _Material(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     certificate: _Certificate | None = None
     tlog_entries: list[object] = []
     timestamp_verification_data: object = None
+
+    @property
+    def how(self) -> str:
+        """By what it says it is signed, in words."""
+        if self.public_key is not None:
+            return "with a key"
+        if self.x509_certificate_chain is not None:
+            return "with a certificate"
+        return "by Sigstore" if self.certificate is not None else "by nobody"
 
 
 class _Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,44 +157,55 @@ def _read_bundle(raw: bytes, where: str) -> _Bundle:
         raise _refusal(where, "not a signature of a model", expected="a Sigstore bundle", found=str(error)) from error
 
 
-def _by_key(bundle: _Bundle, trust: PublicKey, where: str) -> bytes:
-    """Return the payload that a key signed."""
+def _by_key(bundle: _Bundle, trust: PublicKey, where: str) -> tuple[bytes, str]:
+    """Return the payload that a key signed, and the hint of the key."""
     from tonnage.export.keys import is_signed, key_hint, load_public_key  # noqa: PLC0415 - an extra
 
     key = load_public_key(trust.path)
     material = bundle.verification_material
     if material.public_key is None:
-        raise _refusal(where, "not signed with a key", expected=f"the key {trust.path}", found="a certificate")
+        raise _refusal(where, f"signed {material.how}, not with a key", expected=f"the key {trust.path}")
     _check_one_way(material, where)
     if material.public_key.hint != (expected := key_hint(key)):
         raise _refusal(where, "signed with another key", expected=expected, found=material.public_key.hint)
     signature, payload = _contents(bundle, where)
     if not is_signed(key, signature, payload):
         raise _refusal(where, "does not verify: another content was signed, or with another key")
-    return payload
+    return payload, expected
 
 
-def _by_certificate(bundle: _Bundle, trust: CertificateChain, where: str) -> bytes:
-    """Return the payload that the owner of a certificate signed."""
+def _by_certificate(bundle: _Bundle, trust: CertificateChain, where: str) -> tuple[bytes, str]:
+    """Return the payload that the owner of a certificate signed, and its subject."""
     from tonnage.export.certificates import signing_key  # noqa: PLC0415 - an extra
     from tonnage.export.keys import is_signed, load_certificates  # noqa: PLC0415 - an extra
 
     anchors = [one for path in trust.paths for one in load_certificates(path)]
     material = bundle.verification_material
     if material.x509_certificate_chain is None:
-        found = "a key" if material.public_key else "a certificate of Sigstore"
-        raise _refusal(where, "not signed with a chain of certificates", found=found)
+        raise _refusal(where, f"signed {material.how}, not with a chain of certificates")
     _check_one_way(material, where)
     chain = [_decode(one.raw_bytes, where) for one in material.x509_certificate_chain.certificates]
-    key = signing_key(chain, anchors, where=where, kind=SignatureRefusedError)
+    if len(set(chain)) != len(chain):
+        raise _refusal(where, "a certificate stands twice in the chain")
+    key, subject = signing_key(chain, anchors, where=where, kind=SignatureRefusedError)
     signature, payload = _contents(bundle, where)
     if not is_signed(key, signature, payload):
         raise _refusal(where, "does not verify: another content was signed, or with another certificate")
-    return payload
+    return payload, subject
+
+
+def _check_by_sigstore(material: _Material, trust: SigstoreIdentity, where: str) -> None:
+    """Refuse what cannot be by an identity, before its keys are fetched from a network."""
+    if material.certificate is None:
+        raise _refusal(where, f"signed {material.how}, not by Sigstore", expected=f"signed by {trust.identity}")
 
 
 def _by_identity(raw: bytes, trust: SigstoreIdentity, where: str) -> bytes:
     """Return the payload that an identity signed, as Sigstore's own library says."""
+    if trust.trust_config is not None:
+        from tonnage.export.keys import read_key_file  # noqa: PLC0415 - an extra
+
+        read_key_file(trust.trust_config)  # bounded; the library reads whatever it is told to
     with _quiet():
         from model_signing._signing import sign_sigstore  # noqa: PLC0415 - an extra, and slow
         from sigstore.errors import Error  # noqa: PLC0415 - an extra

@@ -6,7 +6,7 @@ Read only after its signature was verified, and still not believed: a signer may
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -32,11 +32,14 @@ class Signed:
         name: Of the package, as the signer called it.
         hash: Algorithm of the digests.
         digests: Lower-case hex by path; paths are plain and relative.
+        signer: Who signed it, as the verified signature says: hint of a key, subject of a certificate, identity. No
+            part of what was signed, and of no comparison.
     """
 
     name: str
     hash: Hash
     digests: dict[str, str]
+    signer: str = field(default="", compare=False)
 
 
 class _Resource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tonnage.checkpoint.io import INDEX_LIMIT_BYTES
-from tonnage.errors import CheckpointError, PlacementError, Problem, TonnageError
+from tonnage.errors import CheckpointError, PlacementError, Problem, TonnageError, UnitError
 from tonnage.export.contents import Scope, Standing, check_files, keep_of
 from tonnage.export.hashing import ReadRefusedError, digest_of, read_whole
 from tonnage.export.manifest import (
@@ -25,6 +25,7 @@ from tonnage.export.manifest import (
 from tonnage.export.rank_checks import place_problems, topology_of
 from tonnage.export.signature import SIGNATURE_LIMIT_BYTES, SignatureRefusedError, Trust, read_signature
 from tonnage.export.statement import Signed
+from tonnage.export.walk import grouped, is_ignored
 from tonnage.prepare.documents import MANIFEST, PLAN, PROVENANCE, SIGNATURE
 from tonnage.prepare.layout import rank_directory
 
@@ -62,8 +63,9 @@ class Verification:
         files: Files checked, the manifest and the signature included.
         nbytes: Of these files.
         hashed_bytes: Of these, hashed.
+        signature_bytes: Of these, the signature's own.
         unchecked: What was not looked at, in words.
-        problems: Why it is not verified.
+        problems: Why it is not verified; those of one file name it alone.
         seconds: Wall clock.
     """
 
@@ -74,6 +76,7 @@ class Verification:
     files: int = 0
     nbytes: int = 0
     hashed_bytes: int = 0
+    signature_bytes: int = 0
     unchecked: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     seconds: float = 0.0
@@ -83,14 +86,19 @@ class Verification:
         """Whether all that was asked for is as it was signed."""
         return not self.problems
 
+    @property
+    def in_part(self) -> bool:
+        """Whether less than the whole package was asked for."""
+        return self.request.fast or self.request.ranks is not None
+
     def check(self) -> None:
         """Refuse what is not verified.
 
         Raises:
-            VerifyError: With all problems.
+            VerifyError: With all problems; files that are missing or too much are named together.
         """
         if self.problems:
-            raise VerifyError(*self.problems)
+            raise VerifyError(*grouped(self.problems))
 
 
 def verify_package(
@@ -110,6 +118,7 @@ def verify_package(
     Raises:
         CheckpointError: There is no such directory.
         KeyFileError: The file of a trusted key or certificate is none.
+        UnitError: A rank is asked for that the topology of the package has not got.
     """
     begin = time.monotonic()
     wanted = request or VerifyRequest()
@@ -124,24 +133,25 @@ def verify_package(
 def _verify(root: int, trust: Trust, request: VerifyRequest, on_progress: Callable[[Standing], None]) -> Verification:
     found = Verification(request=request)
     try:
-        raw = read_whole(root, SIGNATURE, limit_bytes=SIGNATURE_LIMIT_BYTES)
+        raw = _signature(root)
         signed = read_signature(raw, trust)
         found = replace(found, signed=signed)
         listing = _signed_manifest(root, signed)
         manifest = parse_manifest(listing)
         found = replace(found, manifest=manifest)
-        scope = _scope(signed, manifest, request)
+        scope = scope_of(signed, manifest, request)
     except (VerifyError, ReadRefusedError, SignatureRefusedError, PackageError, PlacementError) as error:
         return replace(found, problems=error.problems)
-    checked, problems = check_files(root, scope, on_progress)
+    checked = check_files(root, scope, on_progress)
     return replace(
         found,
         ranks=scope.ranks,
         files=len(scope.files) + 2,
         nbytes=sum(file.nbytes for file in scope.files) + len(raw) + len(listing),
-        hashed_bytes=checked + len(listing),
-        unchecked=tuple(_unchecked(scope)),
-        problems=tuple(problems),
+        hashed_bytes=checked.hashed_bytes + len(listing),
+        signature_bytes=len(raw),
+        unchecked=tuple(_unchecked(scope, checked.ignored)),
+        problems=checked.problems,
     )
 
 
@@ -156,6 +166,15 @@ def _open_root(directory: Path) -> int:
 # --- what is trusted --------------------------------------------------------------------------------------------------
 
 
+def _signature(root: int) -> bytes:
+    try:
+        os.stat(SIGNATURE, dir_fd=root, follow_symlinks=False)
+    except FileNotFoundError as error:
+        what = "missing: not a package; `tonnage export` makes one of a preparation"
+        raise VerifyError(Problem(where=SIGNATURE, what=what)) from error
+    return read_whole(root, SIGNATURE, limit_bytes=SIGNATURE_LIMIT_BYTES)
+
+
 def _signed_manifest(root: int, signed: Signed) -> bytes:
     """Return the bytes of the manifest the signature states the digest of."""
     if MANIFEST not in signed.digests:
@@ -167,18 +186,20 @@ def _signed_manifest(root: int, signed: Signed) -> bytes:
     return raw
 
 
-def _scope(signed: Signed, manifest: Manifest, request: VerifyRequest) -> Scope:
+def scope_of(signed: Signed, manifest: Manifest, request: VerifyRequest) -> Scope:
     """Return what is to be checked.
 
     Raises:
         VerifyError: The manifest does not say what was signed, makes no sense, or is not of what was asked for.
         PlacementError: There is no such topology.
+        UnitError: A rank is asked for that the topology has not got.
     """
     topology = topology_of(manifest)
     problems = [*_signed_problems(signed, manifest), *place_problems(manifest, topology)]
     problems += _request_problems(manifest, request)
     if problems:
         raise VerifyError(*problems)
+    _check_ranks(request, topology.world_size)
     ranks = manifest.ranks if request.ranks is None else tuple(sorted(set(request.ranks)))
     others = set(manifest.ranks) - set(ranks)
     return Scope(
@@ -202,6 +223,8 @@ def _signed_problems(signed: Signed, manifest: Manifest) -> Iterator[Problem]:
         if found != (expected := signed.digests.get(path, found)):
             yield Problem(where=MANIFEST, what=f"not the signed digest of {path}", expected=expected, found=found)
     for file in manifest.files:
+        if is_ignored(file.path):
+            yield Problem(where=file.path, what="listed, and of a name that is not looked at")
         if keep_of(file.path) == "all" and file.nbytes > INDEX_LIMIT_BYTES:
             expected = f"at most {INDEX_LIMIT_BYTES} bytes"
             yield Problem(where=file.path, what="file too large", expected=expected, found=f"{file.nbytes} bytes")
@@ -211,9 +234,17 @@ def _request_problems(manifest: Manifest, request: VerifyRequest) -> Iterator[Pr
     if request.tp is not None and request.tp != manifest.topology.tp:
         expected, found = f"TP {request.tp}", f"TP {manifest.topology.tp}"
         yield Problem(where=MANIFEST, what="cut for another tensor-parallel size", expected=expected, found=found)
-    for rank in sorted(set(request.ranks or ()) - set(manifest.ranks)):
+    for rank in sorted(set(request.ranks or ()) & set(range(manifest.topology.world_size)) - set(manifest.ranks)):
         expected = f"one of {', '.join(map(str, manifest.ranks[:_MOST_NAMED]))}"
         yield Problem(where=MANIFEST, what="no such rank in this package", expected=expected, found=str(rank))
+
+
+def _check_ranks(request: VerifyRequest, world_size: int) -> None:
+    """Refuse an option that no package of this topology could answer."""
+    beyond = sorted(rank for rank in set(request.ranks or ()) if rank >= world_size)
+    if beyond:
+        expected, found = f"0 to {world_size - 1}", ", ".join(map(str, beyond[:_MOST_NAMED]))
+        raise UnitError(Problem(where="--rank", what="no such rank in this topology", expected=expected, found=found))
 
 
 def _named(where: str, what: str, names: Collection[str]) -> Iterator[Problem]:
@@ -222,8 +253,10 @@ def _named(where: str, what: str, names: Collection[str]) -> Iterator[Problem]:
         yield Problem(where=where, what=what, found=", ".join(sorted(names)[:_MOST_NAMED]) + more)
 
 
-def _unchecked(scope: Scope) -> Iterator[str]:
+def _unchecked(scope: Scope, ignored: Collection[str]) -> Iterator[str]:
     """Yield what was not looked at."""
+    if ignored:
+        yield f"{', '.join(ignored)}: no part of a package, not looked at"
     others = sorted(set(scope.manifest.ranks) - set(scope.ranks))
     absent = sorted(set(range(scope.topology.world_size)) - set(scope.manifest.ranks))
     if others:

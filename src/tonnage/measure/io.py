@@ -14,7 +14,7 @@ from tonnage.errors import CheckpointError, Problem, TonnageError, one_line, rai
 from tonnage.export.manifest import MANIFEST_LIMIT_BYTES, PackageError
 from tonnage.measure.classes import class_sums
 from tonnage.measure.packages import Comparison, MeasuredPackage, Origin, compare
-from tonnage.measure.places import Places, check_no_link, find_places
+from tonnage.measure.places import Places, check_no_link, find_places, root_of
 from tonnage.measure.record import (
     MEASUREMENT_LIMIT_BYTES,
     MeasuredRank,
@@ -24,9 +24,9 @@ from tonnage.measure.record import (
 )
 from tonnage.measure.statement import FileSize, Statement, contradictions, package_statement, preparation_statement
 from tonnage.measure.topology import decide_topology, misplaced
-from tonnage.prepare.documents import MANIFEST, PROVENANCE, SIGNATURE, SUMMARY
+from tonnage.prepare.documents import MANIFEST, PROVENANCE, SIGNATURE, STATE, SUMMARY
 from tonnage.prepare.io import PrepareError
-from tonnage.prepare.output_dir import STATE, is_package
+from tonnage.prepare.output_dir import is_package
 from tonnage.prepare.reader import layer_files
 from tonnage.prepare.summary import SUMMARY_LIMIT_BYTES
 from tonnage.recipes.blueprint import Blueprint, blueprint_of
@@ -54,7 +54,7 @@ def measure_packages(paths: Sequence[Path]) -> Comparison:
     """
     seen: dict[Path, Path] = {}
     for path in paths:
-        known = seen.setdefault(path.resolve(), path)
+        known = seen.setdefault(root_of(path), path)
         if known is not path:
             raise MeasurementError(Problem(where=one_line(str(path)), what="given twice", found=one_line(str(known))))
     return compare([measure_package(path) for path in paths])
@@ -67,7 +67,7 @@ def measure_package(path: Path) -> MeasuredPackage:
         MeasurementError: It holds no ranks, not all of them, or files of other ranks than their place says.
         TonnageError: A header or a document of it is wrong; every problem is named.
     """
-    root = path.resolve()
+    root = root_of(path)
     where = one_line(root.name or str(root))
     if not root.is_dir():
         what, expected = "no such directory", "a package, a prepared directory, or one with ranks"

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tonnage.errors import Problem
+from tonnage.errors import Problem, one_line
 from tonnage.export.manifest import Parallel
+from tonnage.export.moving import resolved
 from tonnage.measure.record import MeasurementError
 from tonnage.topology import MOST_RANKS
 
@@ -17,6 +18,7 @@ WEIGHTS = "weights"
 _SUFFIX = ".safetensors"
 _TOPOLOGY = re.compile(r"tp([1-9][0-9]{0,3})(?:-ep([1-9][0-9]{0,3}))?(?:-pp([1-9][0-9]{0,3}))?")
 _RANK = re.compile(r"rank[-_]?([0-9]{1,7})")
+_DIRECTORY = "a package, a prepared directory, or one with ranks"
 _EXPECTED = "weights/tpN/rank-R, rank-R, or safetensors files"
 
 
@@ -59,13 +61,31 @@ def find_places(root: Path, *, where: str) -> Places:
     return Places(topology=_topology(directory.name), directories=dict(sorted(ranks.items())))
 
 
+def root_of(path: Path) -> Path:
+    """Return the absolute path of a directory, without links on the way to it.
+
+    Raises:
+        MeasurementError: Links lead back to themselves, a name is too long, or the way to it cannot be looked at.
+    """
+    where = one_line(str(path))
+    try:
+        return resolved(path)
+    except OSError as error:
+        what = "no such directory" if isinstance(error, FileNotFoundError) else "cannot be used"
+        raise _refusal(where, what, _DIRECTORY, error.strerror) from error
+
+
 def check_no_link(path: Path, where: str) -> None:
     """Refuse a link in the place of a file or directory of a package.
 
     Raises:
-        MeasurementError: It is one.
+        MeasurementError: It is one, or cannot be looked at.
     """
-    if path.is_symlink():
+    try:
+        is_link = path.is_symlink()
+    except OSError as error:
+        raise _refusal(where, "cannot be used", "a file or directory", error.strerror) from error
+    if is_link:
         raise _refusal(where, "a link, which is not followed", "a file or directory of its own", "a link")
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import Problem
 from tonnage.export.manifest import PackageError, Parallel, parse_manifest
 from tonnage.export.naming import date_in
@@ -79,7 +80,7 @@ def package_statement(manifest_raw: bytes, provenance_raw: bytes) -> Statement:
         digest_of=MANIFEST,
         topology=manifest.topology,
         layout=manifest.layout,
-        origin=Origin(name=provenance.source.name, digest=provenance.source.digest, family=provenance.recipe.family),
+        origin=_origin(provenance.source.name, provenance.source.digest, provenance.recipe.family, PROVENANCE),
         convert=provenance.options.convert,
         files={
             file.path: _stated(file.rank, file.payload_bytes, file.nbytes)
@@ -183,7 +184,8 @@ class _Provenance:
 
 
 def _read_provenance(raw: bytes) -> _Provenance:
+    document = parse_object(raw, where=PROVENANCE, kind=PackageError)
     try:
-        return msgspec.json.decode(raw, type=_Provenance)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return msgspec.convert(document, type=_Provenance)
+    except msgspec.ValidationError as error:
         raise PackageError(Problem(where=PROVENANCE, what="not a provenance", found=str(error))) from error

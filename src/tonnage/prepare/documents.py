@@ -5,6 +5,9 @@ from __future__ import annotations
 SUMMARY = "prepare.json"
 """Written last: where it is, the preparation is complete."""
 
+STATE = ".prepare"
+"""Directory of the lock and the journal, gone when the preparation is complete."""
+
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
 PROVENANCE = "provenance.json"

@@ -1,7 +1,8 @@
 """The files of a preparation: sources read exactly, outputs that get their name when they are whole.
 
 A new file lives beside its final place under a temporary name, ``.NAME.TAG.partial``, until every byte of it is on the
-disk; then it is renamed. So a file under its final name is always whole.
+disk; then it is renamed. So a file under its final name is always whole. Tags of jobs are the same in every run, which
+holds the lock; those of files written at once are of one writer alone, for two of them may write one file.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import secrets
 import stat
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,7 +29,11 @@ WRITE_BACK_BYTES = 8 << 20
 RESUME = "run the same command again to resume"
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_REASONS = {
+    errno.ENOSPC: "no space left for it; free some and run the same command again",
+    errno.EDQUOT: "no space left for it; free some and run the same command again",
+    errno.EFBIG: "file too large for the limit of this process (ulimit -f), or of the file system",
+}
 _ZEROS = memoryview(bytes(1 << 20))
 
 
@@ -189,7 +195,9 @@ def shown(facts: FileFacts) -> str:
 class NewFile:
     """A file being written from front to back; it has a temporary name until :meth:`publish`."""
 
-    def __init__(self, path: Path, nbytes: int, *, tag: str, digests: Sequence[Digest] = ()) -> None:
+    def __init__(
+        self, path: Path, nbytes: int, *, tag: str, digests: Sequence[Digest] = (), folder: Path | None = None
+    ) -> None:
         """Create it, with room for all its bytes.
 
         Args:
@@ -197,6 +205,7 @@ class NewFile:
             nbytes: Its final size.
             tag: Goes into the temporary name.
             digests: Of the whole file; they have taken nothing yet.
+            folder: Where it lives until it has its final name, on the same file system; beside its place by default.
 
         Raises:
             PrepareError: It cannot be created, or there is no room for it.
@@ -206,7 +215,7 @@ class NewFile:
         self.position = 0
         self._begun = 0
         self._digests = digests
-        self._partial = path.with_name(f".{path.name}.{tag}{PARTIAL}")
+        self._partial = (folder or path.parent) / f".{path.name}.{tag}{PARTIAL}"
         with writing(path):
             self._partial.unlink(missing_ok=True)
             self._descriptor = os.open(self._partial, _NEW_FLAGS, 0o644)
@@ -274,13 +283,18 @@ class NewFile:
         return tuple(digest.hexdigest() for digest in self._digests)
 
 
+def own_tag() -> str:
+    """Return a tag for a temporary name that no other writer has."""
+    return f"whole-{secrets.token_hex(8)}"
+
+
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file at once, under its final name when it is on the disk.
+    """Write a small file at once, under its final name when it is on the disk; of several writers the last one wins.
 
     Raises:
         PrepareError: It cannot be written.
     """
-    file = NewFile(path, len(content), tag="whole")
+    file = NewFile(path, len(content), tag=own_tag())
     try:
         file.write(memoryview(content))
         file.sync()
@@ -310,7 +324,5 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
-            what = "no space left for it; free some and " + RESUME
-            raise PrepareError(Problem(where=str(path), what=what, found=error.strerror)) from error
-        raise PrepareError(Problem(where=str(path), what="cannot be written", found=error.strerror)) from error
+        what = _REASONS.get(error.errno or 0, "cannot be written")
+        raise PrepareError(Problem(where=str(path), what=what, found=error.strerror)) from error

@@ -14,7 +14,7 @@ import msgspec
 
 from tonnage.checkpoint.index import is_plain_file_name
 from tonnage.formats.dtypes import DTYPE_BITS
-from tonnage.prepare.documents import PACKAGE_DOCUMENTS, SUMMARY
+from tonnage.prepare.documents import PACKAGE_DOCUMENTS, SIGNATURE, SUMMARY
 from tonnage.prepare.jobs import Job, OutputFile, OutputTensor, ScaleRule, SourceTensor, Step, Take
 from tonnage.prepare.takes import Part
 from tonnage.topology import Topology
@@ -22,7 +22,7 @@ from tonnage.version import __version__
 
 FORMAT = "tonnage.rank/1"
 SIDE_FILE_BYTES = 64 << 20
-_SIDE_SUFFIXES = (".json", ".model", ".tiktoken", ".jinja", ".txt")
+_SIDE_SUFFIXES = (".json", ".model", ".tiktoken", ".jinja", ".txt", ".md")
 _SIDE_PREFIXES = ("tokenizer", "LICENSE", "NOTICE")
 _NEVER = (
     ".py",
@@ -123,9 +123,7 @@ def _take(rank: int, part: Part, begins: list[int]) -> Take:
 
 
 def choose_side_files(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the small files of a checkpoint that come along: configs, tokenizer, templates, licence.
-
-    No code, no weights, no pickles, no index (another is written), nothing hidden, only plain names.
+    """Return the small files of a checkpoint that come along: configs, tokenizer, templates, licence, model card.
 
     Args:
         sizes: Bytes of every regular file directly inside the checkpoint.
@@ -137,12 +135,21 @@ def choose_side_files(sizes: Mapping[str, int]) -> tuple[str, ...]:
         name
         for name, nbytes in sorted(sizes.items())
         if (name.endswith(_SIDE_SUFFIXES) or name.startswith(_SIDE_PREFIXES))
-        and not name.endswith(_NEVER)
-        and name not in (SUMMARY, *PACKAGE_DOCUMENTS)
-        and not name.startswith(".")
         and nbytes <= SIDE_FILE_BYTES
-        and is_plain_file_name(name)
+        and is_side_name(name)
     )
+
+
+def is_side_name(name: str) -> bool:
+    """Whether a file of this name may stand beside the weights.
+
+    No code, weights, pickles or index (another is written), no document of ours, nothing hidden, only plain names.
+
+    >>> is_side_name("README.md"), is_side_name("modeling.py"), is_side_name(".gitattributes")
+    (True, False, False)
+    """
+    ours = (SUMMARY, SIGNATURE, *PACKAGE_DOCUMENTS)
+    return not name.endswith(_NEVER) and name not in ours and not name.startswith(".") and is_plain_file_name(name)
 
 
 def alignment(dtype: str) -> int:

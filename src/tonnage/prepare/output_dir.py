@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tonnage.errors import Problem
-from tonnage.prepare.documents import MANIFEST, SIGNATURE, SUMMARY
+from tonnage.prepare.documents import MANIFEST, SIGNATURE, STATE, SUMMARY
 from tonnage.prepare.io import PARTIAL, PrepareError, sync_directory, writing
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
-
-STATE = ".prepare"
-"""Directory of the lock and the journal, gone when the preparation is complete."""
 
 LOCK_FILE = f"{STATE}/lock"
 JOURNAL_FILE = f"{STATE}/journal.jsonl"
@@ -31,7 +28,7 @@ STATE_FILES = frozenset({LOCK_FILE, JOURNAL_FILE, OUTPUTS_FILE})
 
 LOCK_WAIT_SECONDS = 30
 _MOST_NAMED = 10
-_PARTIAL_NAME = re.compile(rf"\.(.+)\.(?:job-\d+|whole){re.escape(PARTIAL)}", re.DOTALL)
+_PARTIAL_NAME = re.compile(rf"\.(.+)\.(?:job-\d+|whole(?:-[0-9a-f]{{16}})?){re.escape(PARTIAL)}", re.DOTALL)
 _LOCK_CONTENT = re.compile(rb"[\d\0]*\n?\0*")
 
 
@@ -100,9 +97,14 @@ def locked(path: Path) -> Iterator[int]:
     """
     descriptor = _lock(path)
     try:
-        with writing(path):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+        try:
+            with writing(path):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+        except PrepareError:
+            with suppress(OSError):  # nobody else holds it: what cannot be locked is left as it was
+                path.unlink()
+            raise
         yield descriptor
     finally:
         os.close(descriptor)

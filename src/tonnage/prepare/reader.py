@@ -20,8 +20,8 @@ from tonnage.checkpoint.io import read_checkpoint_headers
 from tonnage.errors import CheckpointError, Problem
 from tonnage.formats.dtypes import DTYPE_BITS
 from tonnage.formats.exl3_v1_names import DIALECTS
-from tonnage.prepare.documents import SUMMARY
-from tonnage.prepare.output_dir import STATE, is_package
+from tonnage.prepare.documents import STATE, SUMMARY
+from tonnage.prepare.output_dir import is_package
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from tonnage.checkpoint.io import CheckpointHeaders, digest_headers
-from tonnage.errors import Problem
+from tonnage.errors import PlacementError, Problem
 from tonnage.placement import Placement
 from tonnage.prepare.hf import QuantStyle
 from tonnage.prepare.io import FileFacts, Hash, PrepareError
@@ -20,6 +20,7 @@ from tonnage.prepare.layout import choose_side_files
 from tonnage.prepare.messages import WINDOW_BYTES, Setup
 from tonnage.prepare.preparation import Preparation, make_preparation
 from tonnage.prepare.schedule import OutputLayout, make_schedule
+from tonnage.prepare.takes import NOT_THE_SLICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,16 +79,19 @@ def prepare_placement(  # noqa: PLR0913 - the values of all earlier stages
         PrepareError: The checkpoint changed, or the destination cannot be one.
     """
     side_files = choose_side_files(_file_sizes(source))
-    schedule = make_schedule(
-        placement,
-        headers.shards,
-        layout=options.layout,
-        ranks=options.ranks,
-        scale_rule=options.scale_rule,
-        quant_style=options.quant_style,
-        side_files=side_files,
-        job_bytes=options.job_bytes,
-    )
+    try:
+        schedule = make_schedule(
+            placement,
+            headers.shards,
+            layout=options.layout,
+            ranks=options.ranks,
+            scale_rule=options.scale_rule,
+            quant_style=options.quant_style,
+            side_files=side_files,
+            job_bytes=options.job_bytes,
+        )
+    except PlacementError as error:
+        raise PlacementError(*error.problems, *_other_engine(placement.engine.name, error.problems)) from error
     setup = Setup(
         source=source,
         output=output,
@@ -129,6 +133,13 @@ def prepare_placement(  # noqa: PLR0913 - the values of all earlier stages
     )
     _check_unchanged(source, headers, digest)
     return preparation
+
+
+def _other_engine(engine: str, problems: Sequence[Problem]) -> Iterator[Problem]:
+    """Yield the way out where an engine makes something else of tensors while it loads."""
+    if engine != "split" and any(problem.what.startswith(NOT_THE_SLICE) for problem in problems):
+        what = "makes something else of these tensors while it loads; no file can hold that"
+        yield Problem(where=f"--engine {engine}", what=what, expected="--engine split, which writes slices as stored")
 
 
 def _file_sizes(directory: Path) -> dict[str, int]:

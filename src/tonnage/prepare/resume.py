@@ -23,7 +23,7 @@ from tonnage.prepare.checks import (
     is_recorded,
     is_written,
 )
-from tonnage.prepare.documents import PACKAGE_DOCUMENTS, SIGNATURE, SUMMARY
+from tonnage.prepare.documents import PACKAGE_DOCUMENTS, SIGNATURE, STATE, SUMMARY
 from tonnage.prepare.io import PrepareError, sync_directory
 from tonnage.prepare.journal import (
     JOURNAL_LIMIT_BYTES,
@@ -40,7 +40,6 @@ from tonnage.prepare.output_dir import (
     JOURNAL_FILE,
     LOCK_FILE,
     OUTPUTS_FILE,
-    STATE,
     check_foreign,
     check_state,
     find_partials,

@@ -18,6 +18,9 @@ from tonnage.placement import Placed
 from tonnage.recipes.blueprint import Stored
 from tonnage.shares import Piece, Share
 
+NOT_THE_SLICE = "the engine does not hold the slice"
+"""What the refusal of a tensor begins with that an engine makes something else of while it loads."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
@@ -154,7 +157,7 @@ def _part(placed: Placed, number: int, share: Share) -> Part | Problem | None:
     if piece.slice_bytes == piece.held_bytes == 0 < stored.nbytes:
         return None
     if piece.held_bytes != piece.slice_bytes + piece.zero_bytes:
-        what = f"the engine does not hold the slice: {piece.why or 'another shape'}"
+        what = f"{NOT_THE_SLICE}: {piece.why or 'another shape'}"
         return _problem(placed, stored, what, f"{piece.slice_bytes} bytes", f"{piece.held_bytes} bytes")
     axis = _cut_axis(stored, share, piece)
     if axis is None:

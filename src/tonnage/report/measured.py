@@ -9,7 +9,7 @@ from rich.text import Text
 
 from tonnage.errors import one_line
 from tonnage.measure.record import largest_rank, smallest_rank
-from tonnage.report.tables import add_row, new_table
+from tonnage.report.tables import add_row, new_table, ranges
 from tonnage.units import unit_for
 
 if TYPE_CHECKING:
@@ -25,12 +25,14 @@ _MOST_DIFFERENCES = 20
 
 
 def measure_table(comparison: Comparison) -> RenderableType:
-    """Return the packages, the bytes of every rank, the classes of the largest, and what differs."""
+    """Return the packages, whether they differ, the bytes of every rank, the classes of the largest, and how."""
     parts: list[RenderableType] = [Text(_title(package), style="bold") for package in comparison.packages]
     ranks = comparison.ranks
-    parts += [_ranks(ranks), _classes(largest_rank(ranks)), Text(_spread(ranks))]
     if len(comparison.packages) > 1:
-        parts += _compared(comparison)
+        parts.append(Text(_summary(comparison)))
+    parts += [_ranks(ranks), _classes(largest_rank(ranks)), Text(_spread(ranks))]
+    if comparison.differences:
+        parts += _differences(comparison)
     parts += [Text(one_line(note), style="dim") for package in comparison.packages for note in package.notes]
     return Group(*parts)
 
@@ -75,9 +77,17 @@ def _spread(ranks: Sequence[MeasuredRank]) -> str:
     )
 
 
-def _compared(comparison: Comparison) -> list[RenderableType]:
-    if not comparison.differences:
-        return [Text(f"{len(comparison.packages)} packages, identical: the same bytes per rank and class")]
+def _summary(comparison: Comparison) -> str:
+    """Say whether packages differ, and of which the table below is."""
+    count, found = len(comparison.packages), comparison.differences
+    if not found:
+        return f"{count} packages, identical: the same bytes per rank and class, shown once"
+    ranks, classes = sorted({one.rank for one in found}), sorted({one.here.tensor_class for one in found})
+    where = f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}, {', '.join(classes)}"
+    return f"{count} packages, they differ: {where}; of each rank the largest of all packages is shown"
+
+
+def _differences(comparison: Comparison) -> list[RenderableType]:
     table = new_table("differs", "rank", "class", "dtype", "bytes", "first package bytes")
     for one in comparison.differences[:_MOST_DIFFERENCES]:
         facts = (str(one.rank), one.here.tensor_class, one.here.dtype, f"{one.here.nbytes:,}", f"{one.first.nbytes:,}")
@@ -87,22 +97,25 @@ def _compared(comparison: Comparison) -> list[RenderableType]:
 
 
 def explain_table(explanation: Explanation) -> RenderableType:
-    """Return the lines of one rank, planned and measured, and the verdict."""
+    """Return the lines of one rank, planned and measured, and the verdict; bounds where one is not what is planned."""
     plan, total = explanation.plan, explanation.total
     which = "a rank" if explanation.rank is None else f"rank {explanation.rank}"
     title = f"{plan.checkpoint.name} ({plan.checkpoint.family}) · {which} · {plan.engine} · {plan.estimator} · bytes"
-    table = new_table("line", "planned", "bound", "measured", "difference", "remark")
+    bounded = any(line.bound_bytes != line.planned_bytes for line in (*explanation.lines, total))
+    bound = ("bound",) if bounded else ()
+    table = new_table("line", "planned", *bound, "measured", "difference", "remark", whole=("line",))
     for line in explanation.lines:
-        _add_line(table, line)
+        _add_line(table, line, bounded=bounded)
     table.add_section()
-    _add_line(table, total)
+    _add_line(table, total, bounded=bounded)
     parts: list[RenderableType] = [Text(one_line(title), style="bold"), table]
     parts += [Text(one_line(note), style="dim") for note in explanation.notes]
     return Group(*parts, _verdict(explanation))
 
 
-def _add_line(table: Table, line: ExplainedLine) -> None:
-    numbers = (line.planned_bytes, line.bound_bytes, line.measured_bytes)
+def _add_line(table: Table, line: ExplainedLine, *, bounded: bool) -> None:
+    bound = (line.bound_bytes,) if bounded else ()
+    numbers = (line.planned_bytes, *bound, line.measured_bytes)
     difference = (
         "" if line.difference_bytes is None else f"{line.difference_bytes:+,}" if line.difference_bytes else "0"
     )

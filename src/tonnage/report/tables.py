@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -11,26 +11,35 @@ from rich.text import Text
 from tonnage.units import MIB, gib, unit_for
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from tonnage.api import Checkpoint, PlanRequest
     from tonnage.inspection import Inspection, Sum
     from tonnage.memory.supply import Gpu
     from tonnage.plan import Plan, RankLedger
 
-_NUMBERS = ("bytes", "GiB", "MiB", "tensors", "nominal GB", "planned", "bound", "measured", "difference")
+_NUMBERS = ("files", "bytes", "GiB", "MiB", "tensors", "nominal GB", "planned", "bound", "measured", "difference")
 """What the heads of columns of numbers end with."""
+_GAP = 2
 
 
 def render(table: RenderableType, *, width: int | None = None) -> str:
-    """Return a table as text: as wide as the terminal, or 110 columns where there is none."""
+    """Return a table as text: as wide as the terminal, or 110 columns where there is none; no line ends with blanks."""
     console = Console(width=width, no_color=None)
     if not console.is_terminal and width is None:
         console = Console(width=110, color_system=None)
+    columns = console.width
     with console.capture() as capture:
         for part in table.renderables if isinstance(table, Group) else (table,):
+            console.width = max(columns, _least_width(part)) if isinstance(part, Table) else columns
             console.print(part, soft_wrap=isinstance(part, Text))
-    return capture.get()
+    return "\n".join(line.rstrip(" ") for line in capture.get().split("\n"))
+
+
+def _least_width(table: Table) -> int:
+    """Return the width below which numbers and names would be cut off: rather let the terminal wrap them."""
+    texts = [(column.header, *(column.cells if column.no_wrap else ())) for column in table.columns]
+    return sum(max(len(str(text)) for text in found) + _GAP for found in texts) - _GAP
 
 
 def plan_table(checkpoint: Checkpoint, request: PlanRequest, plan: Plan, suggestions: Sequence[str]) -> RenderableType:
@@ -126,12 +135,12 @@ def _spread(plan: Plan) -> str:
         return f"all {len(plan.ranks)} ranks hold the same"
     unit, text = unit_for(max(by_size))
     return " · ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)}: {size:,} bytes ({text(size)} {unit})"
+        f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}: {size:,} bytes ({text(size)} {unit})"
         for size, ranks in sorted(by_size.items(), reverse=True)
     )
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """Write 0, 1, 2, 5 as ``0-2, 5``."""
     runs: list[list[int]] = []
     for number in numbers:
@@ -170,10 +179,16 @@ def add_row(table: Table, *cells: str) -> None:
     table.add_row(*map(Text, cells))
 
 
-def new_table(*columns: str) -> Table:
-    """Return an empty table; columns of numbers are aligned to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+def new_table(*columns: str, whole: Collection[str] = ()) -> Table:
+    """Return an empty table; columns of numbers are aligned to the right.
+
+    Args:
+        columns: Their heads.
+        whole: Those whose texts are never broken, as numbers are not.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for column in columns:
-        number = column.endswith(_NUMBERS)
-        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        number = column == "rank" or column.endswith(_NUMBERS)
+        justify: Literal["left", "right"] = "right" if number else "left"
+        table.add_column(column, justify=justify, no_wrap=number or column in whole, overflow="fold")
     return table
