@@ -561,9 +561,7 @@ def test_a_file_that_may_not_grow_is_refused_in_one_line_and_resumed(
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert (
-        "file too large for the limit of this process (ulimit -f)" in done.stderr
-    )
+    assert "file too large for the limit of this process (ulimit -f)" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(out.rglob("*.partial")) == []
     document = prepared(tonnage, source, "--tp", "2", "-o", out)
