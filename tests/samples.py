@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from tonnage.api import Checkpoint, open_checkpoint, read_config
+from tonnage.checkpoint.config import parse_config
 from tonnage.checkpoint.skeletons import HeaderReader, ShardHeader
 from tonnage.formats.exl3_v1 import SlotGeometry
+from tonnage.memory.cache import LayerCache
+from tonnage.recipes.blueprint import blueprint_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -62,13 +70,37 @@ def read_shards(files: dict[str, list[str]]) -> dict[str, ShardHeader]:
     return shards
 
 
+def load_script(name: str) -> ModuleType:
+    """Import a file of ``scripts`` as a module."""
+    path = Path(__file__).resolve().parent.parent / "scripts" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def opened(name: str) -> Checkpoint:
+    """Open a file of ``data/configs``, once."""
+    return open_checkpoint(Path(__file__).parent / "data" / "configs" / f"{name}.json")
+
+
+def caches_of(config: str | dict[str, Any]) -> tuple[LayerCache, ...]:
+    """Return what the layers of a model keep: a file of ``data/configs``, or a config written out."""
+    if isinstance(config, dict):
+        return blueprint_of(parse_config(config, name="config.json")).caches
+    return blueprint_of(read_config(Path(__file__).parent / "data" / "configs" / f"{config}.json")).caches
+
+
 def prepare_small(source: Path, output: Path, **options: Any) -> Path:
     """Prepare a small Llama for two ranks, converted, or as the options say; write it first if it is not there."""
     from tonnage.api import PlanRequest, open_checkpoint, plan_checkpoint
     from tonnage.checkpoint.config import parse_config
     from tonnage.prepare.request import PrepareOptions, prepare_placement
     from tonnage.prepare.run import run_preparation
-    from tonnage.profile import Profile
     from tonnage.report.documents import plan_document
     from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
@@ -87,7 +119,7 @@ def prepare_small(source: Path, output: Path, **options: Any) -> Path:
         PrepareOptions(workers=1, **options),
         headers=checkpoint.headers,
         digest=checkpoint.digest,
-        plan=plan_document(checkpoint, request, plan, Profile(), suggestions=()),
+        plan=plan_document(checkpoint, request, plan, suggestions=()),
     )
     run_preparation(preparation, lambda _: None)
     return output

@@ -43,8 +43,8 @@ def test_every_help_ends_with_an_example_that_runs(tonnage, tmp_path):
 def test_commands_are_listed_as_they_follow_each_other_each_on_one_line(tonnage):
     lines = [line.split(maxsplit=1) for line in tonnage("-h").stdout.split("Commands:\n")[1].splitlines()]
     assert [name for name, _ in lines] == [
-        "inspect", "plan", "synth", "prepare", "export", "verify", "measure", "explain", "calibrate", "calibrations",
-        "models", "gpus", "demo",
+        "inspect", "plan", "fit", "flags", "synth", "prepare", "export", "export-names", "verify", "measure", "explain",
+        "compare", "calibrate", "calibrations", "observe", "models", "gpus", "demo",
     ]  # fmt: skip
     assert not [text for _, text in lines if len(text) > 60 or text.endswith("...")]
 
@@ -141,7 +141,9 @@ UNUSABLE = {
     "no model type": (("plan", "tests/data/configs/Qwen__Qwen3.5-9B.json"), "model_type"),
     "unknown gpu": (("plan", K3, "--gpu", "rtx-9090"), "rtx-9090"),
     "supply without sense": (("plan", K3, "--supply", "lots"), "'lots'"),
-    "gpu and supply": (("plan", K3, "--gpu", "h100", "--supply", "80GiB"), "both given"),
+    "supply and free": (("plan", K3, "--free", "all", "--supply", "80GiB"), "both given"),
+    "a share of nothing": (("plan", K3, "--utilization", "0.9"), "a share of what is not said"),
+    "a share beyond the whole": (("plan", K3, "--gpu", "h100", "--utilization", "1.1"), "at most 1"),
     "profile without sense": (("plan", K3, "--profile", "big"), "'big'"),
     "ep is no divisor": (("plan", K3, "--tp", "8", "--ep", "3"), "--ep"),
     "tp of nothing": (("plan", K3, "--tp", "0"), "--tp"),

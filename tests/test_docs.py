@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from samples import load_script
 from tonnage.api import PlanRequest, checkpoint_from_config, plan_checkpoint
+from tonnage.calibrations.term_records import write_terms
 from tonnage.errors import PlacementError, TonnageError
 from tonnage.prepare.takes import tensor_parts
+from tonnage.report.documents import cache_document
+from tonnage.report.tables import plan_table, render
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def _script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/calibrations.md"])
@@ -35,21 +30,73 @@ def test_example_of_the_page_is_the_commands_output(tonnage, page):
 
 
 def test_every_row_of_the_vllm_agreement_is_planned_to_the_byte():
-    script = _script("vllm_agreement")
+    script = load_script("vllm_agreement")
     rows = list(script.rows())
     assert len([row for row in rows if row.group == "first"]) == 106
     assert [row for row in rows if row.difference] == []
     assert (ROOT / "docs" / "vllm-agreement.md").read_text() == script.report(rows)
 
 
-def test_k31_page_holds_the_plan_against_the_measured_ranks():
-    script = _script("k31_ranks")
-    stored, converted = script.plans()
-    assert (ROOT / "docs" / "k31-ranks.md").read_text() == script.report(stored, converted)
+@pytest.fixture(scope="module")
+def k31():
+    return load_script("k31_ranks")
+
+
+@pytest.fixture(scope="module")
+def served(k31):
+    return plan_checkpoint(k31.checkpoint(), k31.served_request())
+
+
+def test_k31_page_holds_the_plan_against_the_measured_ranks(k31, served):
+    stored, converted = k31.plans()
+    assert (ROOT / "docs" / "k31-ranks.md").read_text() == k31.report(stored, converted, k31.published(), served)
     planned = sorted(ledger.fixed_bytes for ledger in converted.ranks)
     assert planned[-1] - planned[0] == 94_526_085_728 - 94_515_137_120
     assert planned[0] >= 94_515_137_120
     assert planned[-1] >= 94_526_085_728
+
+
+def test_k31_package_fits_its_profile_with_nearly_the_measured_capacity(served):
+    """Expected within 90 and 101 % of the published 1,281,024 tokens, at the bound above 90 %."""
+    assert served.fits
+    capacity, expected = (served.capacity_tokens(expected=e, shared=True) for e in (False, True))
+    assert 1_281_024 * 90 // 100 <= capacity <= expected <= 1_281_024 * 101 // 100
+    assert all(line.basis and line.source for ledger in served.ranks for line in ledger.lines)
+
+
+def test_k31_capacity_is_reported_beside_the_states_with_its_basis(k31, served):
+    cache = cache_document(served)
+    assert cache["basis"] == "calibrated"
+    assert "published capacity" in cache["source"]
+    assert cache["shared_capacity_tokens"] == 126 * 1152 * 8  # 235 blocks: 126 of tokens, 108 of states, one unused
+    assert cache["expected_shared_capacity_tokens"] == 132 * 1152 * 8
+    assert cache["capacity_tokens"] == 235 * 262_144 // 56  # as vLLM counts: 29 + 27 blocks for each request
+    text = render(plan_table(k31.checkpoint(), k31.served_request(), served, ()), width=200)
+    assert "room for 1,161,216 tokens beside the states of 4 requests, expected 1,216,512; room for 1,100,068" in text
+    assert "FITS: spare 0.205 GiB on rank 0" in text
+
+
+def test_k31_terms_together_are_bounded_by_what_the_package_left(k31, served):
+    left = 100_942_468_874 - 94_526_085_728 - 248 * 21_786_624
+    assert k31.published().beside_bytes == left == 1_013_300_394
+    lines = [line for line in served.ranks[0].lines if line.component.startswith(("runtime.", "workspace."))]
+    assert left <= sum(line.bound_nbytes for line in lines) <= left * 115 // 100
+    assert abs(sum(line.nbytes for line in lines) - left) <= left * 10 // 100
+
+
+def test_k31_records_are_what_the_script_fits(k31):
+    shipped = ROOT / "src" / "tonnage" / "calibrations" / "terms" / "split.json"
+    assert shipped.read_bytes() == write_terms(k31.split_file(k31.published()))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kv_dtype": "bf16"}, {"prefill_chunk_tokens": 8192}, {"concurrency": 5}, {"context_tokens": 393_216}]
+)
+def test_k31_package_is_refused_a_larger_profile(k31, changes):
+    request = k31.served_request()
+    plan = plan_checkpoint(k31.checkpoint(), replace(request, profile=replace(request.profile, **changes)))
+    assert not plan.fits
+    assert "cache > supply 94.010 GiB" in plan.reasons[0]
 
 
 def test_the_page_says_of_which_families_engines_can_be_written():

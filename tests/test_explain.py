@@ -17,7 +17,6 @@ from samples import LLAMA
 from tonnage.api import PlanRequest, checkpoint_from_config, plan_checkpoint
 from tonnage.explain import Explanation, explain, explain_document, read_planned_weights
 from tonnage.measure.record import Measurement, MeasurementError, read_measurement
-from tonnage.profile import Profile
 from tonnage.recipes.schema import ROLES
 from tonnage.report.documents import plan_document
 from tonnage.report.measured import explain_table
@@ -280,7 +279,7 @@ def test_every_plan_document_can_be_read_and_says_the_same() -> None:
     for engine in ("split", "vllm", "sglang", "exllamav3"):
         request = PlanRequest(tp=2, engine=engine, draft_bytes=5, reserve_bytes=7)
         plan = plan_checkpoint(checkpoint, request)
-        document = plan_document(checkpoint, request, plan, Profile(), ())
+        document = plan_document(checkpoint, request, plan, ())
         measured = record_of(*(ledger.weights_bytes for ledger in plan.ranks))
         found = explained(document, measured)
         engines = sum(one.nbytes for one in plan.ranks[0].lines if one.component.startswith("engine."))
@@ -292,7 +291,7 @@ def test_every_plan_document_can_be_read_and_says_the_same() -> None:
 def test_measured_ranks_that_hold_the_draft_are_held_against_weights_and_draft() -> None:
     checkpoint = checkpoint_from_config(LLAMA, name="small", digest=DIGEST)
     request = PlanRequest(tp=2, draft_bytes=1000)
-    document = plan_document(checkpoint, request, plan_checkpoint(checkpoint, request), Profile(), ())
+    document = plan_document(checkpoint, request, plan_checkpoint(checkpoint, request), ())
     plan = read_planned_weights(json.dumps(document).encode(), "plan.json")
     weights = plan.ranks[0].bound_bytes
     report = {"tp_size": 2, "largest_rank_bytes": weights + 500, "smallest_rank_bytes": weights}

@@ -231,6 +231,14 @@ def test_config_that_promises_bf16_over_fp8_files_is_noted() -> None:
     assert any("config states plain, stored as fp8_e4m3_block128x128" in note for note in assignment.notes)
 
 
+@pytest.mark.parametrize(("dtype", "noted"), [("U8", False), ("F8_E8M0", True)])
+def test_scales_of_mxfp8_that_engines_read_by_value_are_noted(dtype: str, noted: bool) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = llama_tensors() | {name: ("F8_E4M3", [96, 64]), f"{name}_scale": (dtype, [96, 2])}
+    said = [note for note in match(LLAMA, tensors).notes if "F8_E8M0, which engines convert by value" in note]
+    assert [note.startswith("model.layers.{layer}.mlp.up_proj: ") for note in said] == [True] * noted
+
+
 def test_norms_may_be_stored_in_another_float_dtype() -> None:
     tensors = {n: ("F32" if "norm" in n else d, s) for n, (d, s) in llama_tensors().items()}
     assert match(LLAMA, tensors).payload_bytes == nbytes(tensors)

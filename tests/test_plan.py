@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tonnage.api import Checkpoint, PlanRequest, checkpoint_from_config, plan_checkpoint, suggest
+from tonnage.api import Checkpoint, PlanRequest, checkpoint_from_config, plan_checkpoint
 from tonnage.errors import CreditError, PlacementError
 from tonnage.inspection import counted_bytes
 from tonnage.memory.supply import Supply, parse_supply
 from tonnage.plan import LedgerLine, Plan, RankLedger, exact_line
 from tonnage.report.documents import numerics
+from tonnage.suggestions import suggest
 from tonnage.units import GIB
 
 DATA = Path(__file__).parent / "data"

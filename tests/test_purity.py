@@ -18,7 +18,8 @@ PURE = sorted(
         "cuts.py", "shares.py", "placement.py", "plan.py", "credit.py", "topology.py", "assignment.py", "matching.py",
         "explain.py", "measure/classes.py", "measure/packages.py", "measure/record.py",
         "recognition.py", "container.py", "inspection.py", "profile.py", "errors.py",
-        "checkpoint/quant.py", "checkpoint/config.py", "checkpoint/recognise.py", "checkpoint/tally.py", "checkpoint/name_*.py",
+        "memory/cache*.py", "memory/term*.py", "memory/workspace*.py", "memory/runtime*.py", "model_shape.py", "fit_terms.py", "term_evidence.py",
+        "observe/[!_i]*.py", "flags/*.py", "memory/budget*.py", "memory/devices.py", "checkpoint/quant.py", "checkpoint/config.py", "checkpoint/recognise.py", "checkpoint/tally.py", "checkpoint/name_*.py",
     )
     for path in ROOT.glob(pattern)
 )  # fmt: skip

@@ -154,6 +154,10 @@ FLAVOURS = {
     ),
     "ct fp8 tensor": (ct(num_bits=8, type="float", strategy="tensor"), TENSOR),
     "ct fp8 channel": (ct(num_bits=8, type="float", strategy="channel"), "fp8_e4m3_channel"),
+    "ct int8 channel": (
+        ct(num_bits=8, type="int", strategy="channel", format="int-quantized"),
+        "int8_channel",
+    ),
     "ct fp8 block": (ct(num_bits=8, type="float", strategy="block", block_structure=[128, 128]), BLOCK),
     "fp8 without blocks": (quant(quant_method="fp8", activation_scheme="static"), TENSOR),
     "fp8 in capitals": (quant(quant_method="FP8", weight_block_size=[128, 128]), BLOCK),

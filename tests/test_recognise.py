@@ -31,6 +31,7 @@ FORMATS: dict[str, StorageFormat] = {
     "fp8 tensor, static": q.fp8_tensor(input_scale=True),
     "fp8 channel": q.fp8_channel(scale_dtype="BF16"),
     "fp8 channel, F32": q.fp8_channel(scale_dtype="F32"),
+    "int8 channel": q.int8_channel(scale_dtype="BF16"),
     "fp8 block": q.fp8_block(128, 128),
     "fp8 block of compressed-tensors": q.fp8_block(128, 128, suffix=".weight_scale"),
     "fp8 block of DeepSeek-V4": q.fp8_block(128, 128, scale_dtype="F8_E8M0", suffix=".scale"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ CASES: dict[str, tuple[str, PlanRequest]] = {
 
 
 def document(name: str, request: PlanRequest) -> dict[str, Any]:
-    profile = parse_profile("c4-p4096", context_tokens=262_144)
+    request = replace(request, profile=parse_profile("c4-p4096"))
     checkpoint = opened(name)
-    written = plan_document(checkpoint, request, plan_checkpoint(checkpoint, request), profile, ["--tp 2"])
+    written = plan_document(checkpoint, request, plan_checkpoint(checkpoint, request), ["--tp 2"])
     reloaded: dict[str, Any] = json.loads(json.dumps(written))
     assert reloaded == written  # nothing but JSON values in it
     return reloaded
@@ -61,15 +62,15 @@ def test_plan_document_has_the_fields_of_the_contract(name: str, request_: PlanR
     assert plan["checkpoint"].keys() == {"name", "digest", "family"}
     assert plan["topology"] == {"tp": request_.tp, "ep": request_.ep, "pp": request_.pp, "dcp": 1}
     assert plan["profile"] == {
-        "name": "c4-p4096", "concurrency": 4, "prefill_chunk_tokens": 4096, "context_tokens": 262_144, "kv_dtype": None,
+        "name": "c4-p4096", "concurrency": 4, "prefill_chunk_tokens": 4096, "context_tokens": None, "kv_dtype": None,
     }  # fmt: skip
     for rank in plan["ranks"]:
-        assert rank.keys() == {"rank", "lines", "weights_bytes", "fixed_bytes", "cache_bytes", "spare_bytes"}
+        assert rank.keys() >= {"rank", "lines", "weights_bytes", "fixed_bytes", "cache_bytes", "spare_bytes"}
         for line in rank["lines"]:
             assert line.keys() == {"component", "nbytes", "bound_nbytes", "transient", "basis", "source"}
             assert line["source"]
             assert line["basis"] in ("exact", "modelled", "calibrated", "assumed")
-    assert plan["cache"].keys() == {"bytes_per_token_per_rank", "capacity_tokens"}
+    assert plan["cache"].keys() >= {"bytes_per_token_per_rank", "capacity_tokens"}
     assert plan["numerics"].keys() == {"class", "converted"}
     assert plan.keys() >= {"supply_bytes", "binding_rank", "fits", "reasons", "suggestions"}
     assert plan["suggestions"] == ["--tp 2"]

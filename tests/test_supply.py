@@ -81,12 +81,23 @@ NAMES = {
     "dgx spark": "gb10",
     "mi350x": "mi355x",
     "A100 80GB": "a100-80gb",
+    "H100-80GB-HBM3": "h100",
+    "H100 80GB": "h100",
+    "RTX PRO 6000 Blackwell 96GB": "rtx-pro-6000",
+    "RTX 5090 32GB": "rtx-5090",
+    "GeForce RTX 3090 24GB": "rtx-3090",
 }
 
 
 @pytest.mark.parametrize(("name", "slug"), NAMES.items())
 def test_a_gpu_is_found_by_slug_name_or_alias(name: str, slug: str) -> None:
     assert find_gpu(name).slug == slug
+
+
+@pytest.mark.parametrize("name", ["H100 96GB", "RTX 5090 Laptop 24GB", "RTX 5090 24GB", "A100"])
+def test_another_size_or_another_card_is_not_the_one_of_the_table(name: str) -> None:
+    with pytest.raises(UnknownGpuError):
+        find_gpu(name)
 
 
 def test_unknown_gpu_is_refused_with_the_nearest_names() -> None:

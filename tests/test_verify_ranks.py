@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tonnage.checkpoint.skeletons import HeaderReader, ShardHeader
-from tonnage.export.rank_checks import stage_problems
+from tonnage.export.manifest import Manifest, PackagedFile, Parallel
+from tonnage.export.rank_checks import header_problems, stage_problems
 from tonnage.topology import Topology
 
 Part = tuple[int, Any] | None
@@ -114,3 +115,13 @@ def test_a_file_of_another_layer_on_another_rank_is_found_though_layers_are_alik
     assert {(problem.where, problem.tensor) for problem in found} == {
         (name, f"model.layers.{layer}.t") for name in "bc" for layer in (1, 2)
     }
+
+
+def test_scales_of_mxfp8_that_engines_read_by_value_are_named() -> None:
+    found = shard({"q.weight_scale": (4, 0), "q.scale": (4, 0)}, whole=4, dtype="F8_E8M0")
+    file = PackagedFile(path="a", nbytes=1000, digest="0" * 64)
+    manifest = Manifest(
+        name="a", tonnage_version="1", hash="sha256", layout="hf", topology=Parallel(tp=1), ranks=(0,), files=(file,)
+    )
+    (problem,) = header_problems(file, found, manifest, Topology())
+    assert (problem.tensor, problem.expected, problem.found) == ("q.weight_scale", "U8", "F8_E8M0")

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from tonnage.version import __version__
 
 if TYPE_CHECKING:
-    from tonnage.api import Checkpoint, PlanRequest, open_checkpoint, plan_checkpoint, suggest
+    from tonnage.api import Checkpoint, PlanRequest, open_checkpoint, plan_checkpoint
     from tonnage.errors import TonnageError
     from tonnage.memory.supply import Supply, find_gpu, parse_supply, supply_bytes
     from tonnage.plan import LedgerLine, Plan, RankLedger
     from tonnage.prepare.reader import RankView, open_rank
+    from tonnage.suggestions import suggest
 
 __all__ = [
     "Checkpoint",
@@ -42,6 +43,7 @@ _HOME = {
     "find_gpu": "tonnage.memory.supply",
     "open_rank": "tonnage.prepare.reader",
     "parse_supply": "tonnage.memory.supply",
+    "suggest": "tonnage.suggestions",
     "supply_bytes": "tonnage.memory.supply",
 }
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,22 +22,34 @@ from tonnage.checkpoint.strict_json import parse_object
 from tonnage.container import check_against, check_container
 from tonnage.credit import CreditInputs
 from tonnage.engines import engine as find_engine
-from tonnage.errors import CheckpointError, ConfigError, CreditError, PlacementError, Problem, UnitError, one_line
+from tonnage.errors import (
+    CheckpointError,
+    ConfigError,
+    CreditError,
+    PlacementError,
+    Problem,
+    UnitError,
+    UnknownGpuError,
+    one_line,
+)
 from tonnage.formats.exl3_v1_manifest import parse_manifest
 from tonnage.formats.exl3_v1_names import DIALECTS
 from tonnage.inspection import counted_bytes
 from tonnage.matching import assign_headers
-from tonnage.memory.supply import Basis, Supply
-from tonnage.placement import TP_SIZES_TRIED, place
+from tonnage.memory.supply import Basis, Gpu, Supply, supply_bytes
+from tonnage.placement import Placement, place
 from tonnage.plan import Held, Plan, make_credit_plan, make_plan
 from tonnage.prepare.documents import MANIFEST, SIGNATURE, STATE, SUMMARY
+from tonnage.profile import Profile
 from tonnage.recipes.blueprint import blueprint_of
 from tonnage.topology import Engine, Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from tonnage.draft import DraftMethod
     from tonnage.formats.exl3_v1_manifest import SlotManifest
+    from tonnage.serving import RankService, RankShape, Service
 
 Convert = Literal["none", "mxfp8"]
 Estimator = Literal["exact", "credit"]
@@ -89,6 +102,15 @@ class PlanRequest:
         device_bytes: Bytes of all ranks before the credit, draft included; by default stored payload + draft.
         draft: A draft checkpoint, placed like the target.
         draft_bytes: Or the bytes of one, taken to be cut evenly.
+        draft_method: How tokens are drafted; that of the draft checkpoint if not given.
+        draft_tokens: Tokens drafted per step; 1 if a draft is asked for and nothing is said.
+        profile: What is served; with a context, a KV dtype or a name in it, an engine's cache and everything else a
+            rank holds is planned too.
+        gpu: The GPU, if it is one of the table.
+        version: Of the engine.
+        kv_bytes: What the cache is given per rank; by default what the profile needs.
+        context_held: Whether the supply is that of a bare GPU, on which a process first makes its context.
+        eager: No CUDA graphs.
     """
 
     tp: int = 1
@@ -106,6 +128,14 @@ class PlanRequest:
     device_bytes: int | None = None
     draft: Checkpoint | None = None
     draft_bytes: int = 0
+    draft_method: DraftMethod | None = None
+    draft_tokens: int | None = None
+    profile: Profile = field(default_factory=Profile)
+    gpu: Gpu | None = None
+    version: str | None = None
+    kv_bytes: int | None = None
+    context_held: bool = True
+    eager: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself or would be ignored.
@@ -132,25 +162,39 @@ class PlanRequest:
             )
 
     @property
+    def serves(self) -> bool:
+        """Whether cache and buffers are planned: a profile is asked for, of an engine or else in full."""
+        profile = self.profile
+        asked = (profile.concurrency, profile.context_tokens, profile.kv_dtype)
+        return self.estimator == "exact" and (
+            all(asked[:2]) if self.engine == "split" else any(asked) or self.kv_bytes is not None
+        )
+
+    @property
     def topology(self) -> Topology:
         """The parallel sizes as a value."""
         return Topology(tp=self.tp, ep=self.ep, pp=self.pp, dcp=self.dcp)
 
 
-def open_checkpoint(source: str | Path) -> Checkpoint:
+def open_checkpoint(source: str | Path, *, draft_method: str = "") -> Checkpoint:
     """Return a checkpoint directory, or a config.json, read and checked whole.
 
     A directory with shard files is taken at its headers' word; one with config.json alone, or a config file, is planned
     from its recipe. A config file may carry its neighbour ``hf_quant_config.json`` under ``_hf_quant_config``.
+
+    Args:
+        source: Directory or file.
+        draft_method: How it is to draft for another, where it is a draft.
 
     Raises:
         TonnageError: The source is missing or wrong; every problem is named.
     """
     path = _local(source)
     if path.is_dir():
-        return _open_directory(path)
+        return _open_directory(path, draft_method)
     config, digest = _read_config(path)
-    return Checkpoint(name=config.name, digest=digest, assignment=assign_blueprint(blueprint_of(config)), headers=None)
+    blueprint = blueprint_of(config, draft_method=draft_method)
+    return Checkpoint(name=config.name, digest=digest, assignment=assign_blueprint(blueprint), headers=None)
 
 
 def read_config(source: str | Path) -> ModelConfig:
@@ -188,21 +232,126 @@ def plan_checkpoint(checkpoint: Checkpoint, request: PlanRequest) -> Plan:
         PlacementError: The topology cannot work for these tensors.
         CreditError: The credit estimator lacks its permille, or nothing in the checkpoint is counted.
     """
-    held = _held(request)
     if request.estimator == "credit":
-        return _credit_plan(checkpoint, request, held)
-    assignment = checkpoint.assignment
-    if request.convert == "mxfp8":
-        assignment = convert_to_mxfp8(assignment)
-    placement = place(assignment, request.topology, find_engine(request.engine))
+        return _credit_plan(checkpoint, request, _held(request))
+    return plan_placement(checkpoint, place_checkpoint(checkpoint, request), request)
+
+
+def place_checkpoint(checkpoint: Checkpoint, request: PlanRequest, *, name_sizes: bool = True) -> Placement:
+    """Return the placement of a checkpoint, converted if wanted.
+
+    Args:
+        checkpoint: What is placed.
+        request: How it is shared.
+        name_sizes: Say which tensor-parallel sizes work, if this one does not.
+
+    Raises:
+        PlacementError: The topology cannot work for these tensors.
+    """
+    assignment = assignment_of(checkpoint, request)
+    placement = place(assignment, request.topology, find_engine(request.engine), name_sizes=name_sizes)
     layers = sum(map(len, placement.stages))
     if request.pp > layers:
         expected = f"at most {layers}"
         raise PlacementError(
             Problem(where="--pp", what="more stages than layers", expected=expected, found=str(request.pp))
         )
-    plan = make_plan(placement, supply=request.supply, held=held)
-    return replace(plan, notes=(*plan.notes, *_without_effect(assignment, request)))
+    return placement
+
+
+def assignment_of(checkpoint: Checkpoint, request: PlanRequest) -> Assignment:
+    """Return every tensor as it will be stored: converted if wanted."""
+    return convert_to_mxfp8(checkpoint.assignment) if request.convert == "mxfp8" else checkpoint.assignment
+
+
+def plan_placement(
+    checkpoint: Checkpoint, placement: Placement, request: PlanRequest, shapes: Sequence[RankShape] | None = None
+) -> Plan:
+    """Return the plan of a placement that was made for a request like this, other than in what is served.
+
+    Args:
+        checkpoint: What is planned.
+        placement: Where its weights go.
+        request: What is asked.
+        shapes: Of the ranks, where they are at hand; :func:`shapes_of`.
+
+    Raises:
+        TonnageError: What is to be served has no rule.
+    """
+    services = _services(checkpoint, placement, request, shapes) if request.serves else ()
+    plan = make_plan(
+        placement, supply=request.supply, held=_held(request), services=services, kv_bytes=request.kv_bytes
+    )
+    notes = (*plan.notes, *_without_effect(placement.assignment, request), *_beyond_context(placement, request))
+    return replace(plan, notes=notes)
+
+
+def _beyond_context(placement: Placement, request: PlanRequest) -> Iterator[str]:
+    """Yield that the context asked for is longer than the model's own."""
+    asked = request.profile.context_tokens
+    if not request.serves or not asked:
+        return
+    from tonnage.serving import model_context  # noqa: PLC0415 - a plan of weights starts without
+
+    own = model_context(placement)
+    if own and asked > own:
+        yield f"the context is beyond the {own:,} tokens of the config: engines refuse it by default"
+
+
+def shapes_of(checkpoint: Checkpoint, placement: Placement, request: PlanRequest) -> tuple[RankShape, ...]:
+    """Return what of every rank does not depend on what is served, to plan many profiles with."""
+    from tonnage.serving import rank_shapes  # noqa: PLC0415 - a plan of weights starts without
+
+    return rank_shapes(placement, _service(checkpoint, placement, request))
+
+
+def _services(
+    checkpoint: Checkpoint, placement: Placement, request: PlanRequest, shapes: Sequence[RankShape] | None
+) -> tuple[RankService, ...]:
+    """Return what every rank holds while it serves. Imported when it is asked for: a plan of weights starts without."""
+    from tonnage.calibrations.term_records import shipped_terms  # noqa: PLC0415
+    from tonnage.serving import rank_shapes, serve  # noqa: PLC0415
+
+    service = _service(checkpoint, placement, request)
+    return serve(placement, service, shipped_terms(request.engine), shapes or rank_shapes(placement, service))
+
+
+def _service(checkpoint: Checkpoint, placement: Placement, request: PlanRequest) -> Service:
+    """Return what is to be served, with the draft that is asked for."""
+    from tonnage.draft import Draft, draft_of  # noqa: PLC0415
+    from tonnage.serving import Service  # noqa: PLC0415
+
+    draft = None
+    if request.draft_bytes:  # of a draft that is not at hand, only the tokens are known
+        draft = Draft(method=request.draft_method or "draft-model", tokens=request.draft_tokens or 1)
+    elif request.draft is not None or request.draft_method is not None:
+        draft = draft_of(
+            request.draft_method,
+            request.draft_tokens or 1,
+            target=placement.assignment,
+            checkpoint=assignment_of(request.draft, request) if request.draft else None,
+            from_headers=checkpoint.headers is not None,
+        )
+    return Service(
+        profile=request.profile,
+        gpu=request.gpu,
+        total_bytes=_total_bytes(request),
+        version=request.version,
+        draft=draft,
+        context_held=request.context_held,
+        budgeted=request.supply is not None and request.supply.whole_bytes is not None,
+        eager=request.eager,
+    )
+
+
+def _total_bytes(request: PlanRequest) -> int | None:
+    """Return the size of the GPU, which an engine's defaults depend on: all of it, whatever a process may use."""
+    if request.supply is not None and request.supply.whole_bytes is not None:
+        return request.supply.whole_bytes
+    if request.gpu is not None:
+        with suppress(UnknownGpuError):
+            return supply_bytes(request.gpu).nbytes
+    return request.supply.nbytes if request.supply else None
 
 
 def _without_effect(assignment: Assignment, request: PlanRequest) -> Iterator[str]:
@@ -215,8 +364,28 @@ def _without_effect(assignment: Assignment, request: PlanRequest) -> Iterator[st
         yield f"{CONVERT_NOTE} leaves projections as they are stored: {roles}{why}"
     if request.ep > 1 and not any(entry.module.rule.is_routed for entry in assignment.entries):
         yield "--ep changes nothing: the model has no routed experts"
+    if not request.serves and request.estimator == "exact":
+        yield from _served_only(request)
+
+
+def _served_only(request: PlanRequest) -> Iterator[str]:
+    """Yield what only a plan of what is served depends on."""
     if request.dcp > 1:
         yield "--dcp changes nothing: it moves no weights"
+    profile = request.profile
+    asked = {
+        "--draft-method": request.draft_method if request.draft is None else None,
+        "--draft-tokens": request.draft_tokens,
+        "--engine-version": request.version,
+        "--eager": request.eager,
+        "--context": profile.context_tokens,
+        "--kv-dtype": profile.kv_dtype,
+        "--kv-bytes": request.kv_bytes,
+    }
+    unused = [name for name, value in asked.items() if value]
+    if unused:
+        missing = "--profile and --context" if request.engine == "split" else "--profile, --context or --kv-dtype"
+        yield f"{', '.join(unused)} change nothing: nothing is said of what is served ({missing})"
 
 
 CONVERT_NOTE = "--convert mxfp8"
@@ -235,55 +404,6 @@ def _left_plain(assignment: Assignment) -> dict[str, int]:
         if linear and entry.fmt.is_plain and entry.stored[0].dtype in CONVERTIBLE:
             left[module.rule.role] = left.get(module.rule.role, 0) + entry.nbytes
     return {role: nbytes for role, nbytes in left.items() if nbytes * 100 > assignment.payload_bytes}
-
-
-def suggest(checkpoint: Checkpoint, request: PlanRequest) -> tuple[str, ...]:
-    """Return changes that would make a refused plan fit, the smallest first, at most three.
-
-    Tried: conversion, whole experts per rank, a second pipeline stage, the next larger tensor-parallel sizes, and each
-    of those with conversion.
-    """
-    if request.estimator == "credit" or request.supply is None:
-        return ()
-    found: list[str] = []
-    for words, changed in _changes(checkpoint, request):
-        if len(found) == MOST_SUGGESTIONS:
-            break
-        if not any(all(word in words for word in known.split(" with ")) for known in found) and _fits(
-            checkpoint, changed
-        ):
-            found.append(words)
-    return tuple(found)
-
-
-MOST_SUGGESTIONS = 3
-_MORE_RANKS = 4
-
-
-def _changes(checkpoint: Checkpoint, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield changed requests, the smallest change first."""
-    routed = any(entry.module.rule.is_routed for entry in checkpoint.assignment.entries)
-    changes = [("", request)]
-    if routed and request.ep == 1 and request.tp > 1:
-        changes.append((f"--ep {request.tp}", replace(request, ep=request.tp)))
-    if request.pp == 1:
-        changes.append(("--pp 2", replace(request, pp=2)))
-    for tp in [tp for tp in TP_SIZES_TRIED if tp > request.tp][:_MORE_RANKS]:
-        changes.append((f"--tp {tp}", replace(request, tp=tp, ep=tp if request.ep > 1 else 1, dcp=1)))
-        if routed and request.ep == 1:
-            changes.append((f"--tp {tp} --ep {tp}", replace(request, tp=tp, ep=tp, dcp=1)))
-    for words, changed in changes:
-        if words:
-            yield words, changed
-        if request.convert == "none":
-            yield (f"{words} with " if words else "") + "--convert mxfp8", replace(changed, convert="mxfp8")
-
-
-def _fits(checkpoint: Checkpoint, request: PlanRequest) -> bool:
-    try:
-        return bool(plan_checkpoint(checkpoint, request).fits)
-    except PlacementError:
-        return False
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -346,11 +466,11 @@ def _check_source(path: Path) -> None:
         raise CheckpointError(Problem(where=str(path), what=f"{what}, cut into ranks", expected=expected))
 
 
-def _open_directory(path: Path) -> Checkpoint:
+def _open_directory(path: Path, draft_method: str) -> Checkpoint:
     _check_source(path)
     config, digest_of_config = _read_config(path / "config.json")
     manifest = _manifest(path)
-    blueprint = blueprint_of(config)
+    blueprint = blueprint_of(config, draft_method=draft_method)
     if not any(path.glob("*.safetensors")) and not (path / _INDEX).exists():
         if manifest is not None:
             raise CheckpointError(Problem(where=str(path), what="a manifest, but no safetensors files"))
@@ -399,7 +519,7 @@ def _optional_json(path: Path) -> dict[str, Any] | None:
 def _held(request: PlanRequest) -> tuple[Held, ...]:
     """Return what a rank holds beside the target's weights; under the credit estimator the draft is in its bytes."""
     held = []
-    if request.draft is not None and request.estimator == "exact":
+    if request.draft is not None and request.estimator == "exact" and not request.serves:
         source = f"{request.draft.name}, largest rank"
         held.append(Held(component="draft.weights", nbytes=_draft_rank(request), basis="exact", source=source))
     if request.draft_bytes and request.estimator == "exact":

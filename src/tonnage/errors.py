@@ -10,8 +10,11 @@
     ├── UnknownFamilyError       no recipe answers to this model type
     ├── UnknownFormatError       a dtype or storage format has no rule here
     ├── UnknownGpuError          a GPU name is not in the table
+    ├── DriverError              the driver of this machine's GPUs cannot be asked
     ├── PlacementError           a topology cannot work for these tensors
-    └── CreditError              a credit cannot be used or is outside its evidence
+    ├── CreditError              a credit cannot be used or is outside its evidence
+    ├── FlagsError               an engine has no command for what is to be served
+    └── ObservationError         a log or what it is compared with cannot be used
 
 A refusal carries every problem found, each on one line: where, what, expected, found. An answer that was asked for
 (a plan that does not fit) is a value, never an exception.
@@ -101,12 +104,24 @@ class UnknownGpuError(TonnageError):
     """A GPU name is not in the table."""
 
 
+class DriverError(TonnageError):
+    """The driver of this machine's GPUs cannot be asked."""
+
+
 class PlacementError(TonnageError):
     """A topology cannot work for these tensors."""
 
 
 class CreditError(TonnageError):
     """A conversion credit cannot be used."""
+
+
+class FlagsError(TonnageError):
+    """An engine has no command for what is to be served."""
+
+
+class ObservationError(TonnageError):
+    """A log, or the plan it is compared with, cannot be used."""
 
 
 def raise_if_any(kind: type[TonnageError], problems: Iterable[Problem]) -> None:

@@ -15,6 +15,7 @@ from tonnage.assignment import Assigned, Assignment
 from tonnage.checkpoint.recognise import AUXILIARY, SUFFIXES
 from tonnage.checkpoint.tally import Kind, Kinds, Masker, matching_names, tally
 from tonnage.errors import CheckpointError, Problem
+from tonnage.formats.quantized import is_read_by_value
 from tonnage.recipes.blueprint import Blueprint, Module, masked, spells_number, stored_tensors
 from tonnage.recognition import Recognised, explain, recognise
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from tonnage.checkpoint.skeletons import ShardHeader
+    from tonnage.formats.storage import StorageFormat
+    from tonnage.recipes.blueprint import Stored
 
 MOST_NAMED = 20
 """Tensors of one kind of problem that are written out."""
@@ -173,11 +176,7 @@ class _Matcher:
             stated = self._stated(module, numbers[0], members)
             if module.rule.is_linear and fmt.name != stated and not self._blueprint.scheme.rates_unknown:
                 self._notes.append(f"{module.rule.pattern}: config states {stated}, stored as {fmt.name}")
-            marker = f".{self._blueprint.scheme.codebook}"
-            if fmt.name.startswith("exl3_") and marker in (".mcg", ".mul1") and marker not in dict(kept):
-                self._notes.append(
-                    f"{module.rule.pattern}: config states codebook {marker[1:]}, stored without its marker"
-                )
+            self._notes.extend(f"{module.rule.pattern}: {what}" for what in self._oddities(fmt, kept, stored))
             yield Assigned(
                 module=module,
                 fmt=fmt,
@@ -186,6 +185,14 @@ class _Matcher:
                 copies=copies,
                 members=members,
             )
+
+    def _oddities(self, fmt: StorageFormat, kept: Kept, stored: tuple[Stored, ...]) -> Iterator[str]:
+        """Yield what is legal in a stored module and yet will surprise."""
+        if any(is_read_by_value(tensor.suffix, tensor.dtype) for tensor in stored):
+            yield "scales stored as F8_E8M0, which engines convert by value without an error; U8 is read as it is"
+        marker = f".{self._blueprint.scheme.codebook}"
+        if fmt.name.startswith("exl3_") and marker in (".mcg", ".mul1") and marker not in dict(kept):
+            yield f"config states codebook {marker[1:]}, stored without its marker"
 
     def _instances(
         self,

@@ -102,16 +102,24 @@ class Placement:
     def _held(self, stage: Stage, layers: tuple[int, ...], count: int, pp_rank: int) -> int:
         last = self.topology.pp - 1
         if stage == "layer":
+            if last == 0:
+                return len(layers)
             mine = self.stages[pp_rank]
             return sum(layer in mine for layer in layers)
         here = {"first": pp_rank == 0, "last": pp_rank == last, "ends": pp_rank in (0, last), "all": True}[stage]
         return count if here else 0
 
 
-def place(assignment: Assignment, topology: Topology, engine: EngineModel) -> Placement:
+def place(assignment: Assignment, topology: Topology, engine: EngineModel, *, name_sizes: bool = True) -> Placement:
     """Return the placement.
 
     The container of an exl3-v1 checkpoint is cut by slots; whole experts per rank do not exist in it.
+
+    Args:
+        assignment: What is placed.
+        topology: Over which ranks.
+        engine: By whose rules.
+        name_sizes: Say which sizes work, if this one does not; off where nobody reads it, since it takes long.
 
     Raises:
         PlacementError: An axis cannot be cut over the ranks; every such tensor is named, with the sizes that work.
@@ -130,7 +138,8 @@ def place(assignment: Assignment, topology: Topology, engine: EngineModel) -> Pl
         raise PlacementError(*refusals)
     placed, problems = _try_place(assignment, topology, engine)
     if problems:
-        works = [str(tp) for tp in TP_SIZES_TRIED if can_place(assignment, _with_tp(topology, tp), engine)]
+        tried = TP_SIZES_TRIED if name_sizes else ()
+        works = [str(tp) for tp in tried if can_place(assignment, _with_tp(topology, tp), engine)]
         where = f"--tp {topology.tp} --engine {engine.name}"
         sizes = "tensor-parallel sizes that work: " + (", ".join(works) or "none of those tried")
         more = (

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from tonnage.credit import CreditInputs, credit_estimate, credit_savings
 from tonnage.memory.supply import Basis, Supply
+from tonnage.memory.term import Term
 from tonnage.recipes.schema import ROLES
 from tonnage.units import gib, unit_for
 
@@ -19,32 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tonnage.placement import Placement
+    from tonnage.serving import RankService
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerLine:
-    """One reason a rank's memory is in use.
-
-    Attributes:
-        component: What holds the memory, e.g. ``weights.expert``.
-        nbytes: Expected bytes on this rank.
-        bound_nbytes: Bytes at or above all evidence; the verdict uses these. Equal to ``nbytes`` where it is exact.
-        transient: Released before another transient line begins; of those only the largest counts.
-        basis: How the number is known.
-        source: Where to check it.
-    """
-
-    component: str
-    nbytes: int
-    bound_nbytes: int
-    transient: bool = False
-    basis: Basis
-    source: str
-
-    def __post_init__(self) -> None:
-        """Refuse a line that cannot describe memory."""
-        if not 0 <= self.nbytes <= self.bound_nbytes:
-            raise ValueError(f"{self.component}: {self.nbytes} bytes, bound {self.bound_nbytes}")
+LedgerLine = Term
+"""One reason a rank's memory is in use: ``weights.ROLE``, ``engine.rotary``, ``runtime.context`` and so on."""
 
 
 def exact_line(component: str, nbytes: int, source: str, basis: Basis = "exact") -> LedgerLine:
@@ -59,10 +40,12 @@ class RankLedger:
     Attributes:
         rank: Global rank, ``pp_rank * tp + tp_rank``.
         lines: In report order.
+        service: Its cache and what loading takes, where a profile is served.
     """
 
     rank: int
     lines: tuple[LedgerLine, ...]
+    service: RankService | None = None
 
     @property
     def weights_bytes(self) -> int:
@@ -75,9 +58,30 @@ class RankLedger:
         persistent = sum(line.bound_nbytes for line in self.lines if not line.transient)
         return persistent + max((line.bound_nbytes for line in self.lines if line.transient), default=0)
 
+    @property
+    def expected_bytes(self) -> int:
+        """The same as it is expected to be."""
+        persistent = sum(line.nbytes for line in self.lines if not line.transient)
+        return persistent + max((line.nbytes for line in self.lines if line.transient), default=0)
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the profile needs of the cache."""
+        return self.service.cache_bytes if self.service else 0
+
+    @property
+    def loading_bytes(self) -> int:
+        """The most that is held while weights are loaded, before there is a cache; 0 where nothing is served."""
+        if self.service is None:
+            return 0
+        held = sum(line.bound_nbytes for line in self.lines if line.component.startswith(_LOADED_LINES))
+        return held + max((term.bound_nbytes for term in self.service.load), default=0)
+
 
 WEIGHT_LINES = ("weights.", "padding.", "engine.")
 """How the components of lines begin that make up the weights."""
+_DRAFT_WEIGHT_LINES = ("draft.weights", "draft.embedding", "draft.head", "draft.engine")
+_LOADED_LINES = (*WEIGHT_LINES, *_DRAFT_WEIGHT_LINES, "runtime.context", "reserve")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +121,7 @@ class Plan:
         notes: What the reader must know about the checkpoint.
         remarks: What is held whole, not held, or held smaller than stored, each with its reason.
         pessimism: Where the plan may hold more than a real rank will, and by how much.
+        kv_bytes: What the cache is given, where that is said; otherwise what the profile needs.
     """
 
     placement: Placement | None
@@ -125,56 +130,147 @@ class Plan:
     notes: tuple[str, ...]
     remarks: tuple[Remark, ...] = ()
     pessimism: tuple[str, ...] = ()
+    kv_bytes: int | None = None
 
     @property
     def binding_rank(self) -> int:
-        """The rank that holds most."""
-        return max(self.ranks, key=lambda ledger: (ledger.fixed_bytes, -ledger.rank)).rank
+        """The rank that needs most."""
+        return max(self.ranks, key=lambda ledger: (self._needed(ledger), -ledger.rank)).rank
 
     def spare_bytes(self, rank: int) -> int | None:
         """Return what is left on a rank; negative means refused."""
-        return None if self.supply is None else self.supply.nbytes - self.ranks[rank].fixed_bytes
+        return None if self.supply is None else self.supply.nbytes - self._needed(self.ranks[rank])
 
     @property
     def fits(self) -> bool | None:
-        """Whether every rank fits; ``None`` without a supply."""
-        spare = self.spare_bytes(self.binding_rank)
-        return None if spare is None else spare >= 0
+        """Whether every rank serves, loads, and has room for the profile; ``None`` where nothing says how much it may.
+
+        A cache that is too small for the profile is refused without a supply, too.
+        """
+        return None if self.supply is None and not self.reasons else not self.reasons
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why it is refused: the binding rank, by how much, and its largest lines."""
-        spare = self.spare_bytes(self.binding_rank)
-        if self.supply is None or spare is None or spare >= 0:
+        if self.supply is not None:
+            refused = self._outside(self.supply) or self._short(self.supply) or self._not_loaded(self.supply)
+            if refused:
+                return refused
+        cache = max(ledger.cache_bytes for ledger in self.ranks)
+        if self.kv_bytes is not None and cache > self.kv_bytes:
+            return (f"the cache of the profile needs {_more(cache, self.kv_bytes)} (--kv-bytes)",)
+        return ()
+
+    def capacity_tokens(self, *, expected: bool = False, shared: bool = False) -> int | None:
+        """Return the tokens the cache holds in what is left beside the fixed lines; the least of all ranks.
+
+        Args:
+            expected: With the lines as they are expected to be, instead of at their bounds.
+            shared: Of all requests together beside the states of those of the profile; ``None`` without states.
+        """
+        held = (
+            ledger.service.capacity_tokens(budget, shared=shared)
+            for ledger in self.ranks
+            if ledger.service and (budget := self.cache_budget(ledger, expected=expected)) is not None
+        )
+        return min((tokens for tokens in held if tokens is not None), default=None)
+
+    def cache_budget(self, ledger: RankLedger, *, expected: bool = False) -> int | None:
+        """Return what is left for the cache of a rank, never negative; ``None`` if nothing says how much there is."""
+        if self.kv_bytes is not None:
+            return self.kv_bytes
+        if self.supply is None:
+            return None
+        return max(self.supply.nbytes - (ledger.expected_bytes if expected else ledger.fixed_bytes), 0)
+
+    def _needed(self, ledger: RankLedger) -> int:
+        return ledger.fixed_bytes + (ledger.cache_bytes if self.kv_bytes is None else self.kv_bytes)
+
+    def _outside(self, supply: Supply) -> tuple[str, ...]:
+        """Say that a share of the GPU leaves no room for what is outside of it."""
+        if supply.whole_bytes is None:
             return ()
+        outside = max((ledger.service.outside_bytes for ledger in self.ranks if ledger.service), default=0)
+        free = supply.whole_bytes - outside
+        if supply.nbytes <= free:
+            return ()
+        from tonnage.memory.budget import utilization_text  # noqa: PLC0415 - few plans need it
+
+        less = _more(supply.nbytes, free)
+        most = f"; at most --utilization {utilization_text(Fraction(free, supply.whole_bytes))}" if free > 0 else ""
+        outside_is = "beside its context, and graphs before vLLM 0.21"
+        return (f"the engine does not start: {supply.source} is {less} {outside_is}{most}",)
+
+    def _short(self, supply: Supply) -> tuple[str, ...]:
         ledger = self.ranks[self.binding_rank]
+        needed = self._needed(ledger)
+        if needed <= supply.nbytes:
+            return ()
+        unit, text = unit_for(needed)
+        cache = needed - ledger.fixed_bytes
+        needs = f"{text(ledger.fixed_bytes)} {unit} fixed" + (f" + {text(cache)} {unit} cache" if cache else "")
+        less = needed - supply.nbytes
+        short = f"short by {text(less)} {unit} ({less:,} bytes)"
         largest = sorted(ledger.lines, key=lambda line: -line.bound_nbytes)[:3]
-        unit, text = unit_for(ledger.fixed_bytes)
-        needs, supply = f"{text(ledger.fixed_bytes)} {unit}", f"{text(self.supply.nbytes)} {unit}"
-        short = f"short by {text(-spare)} {unit} ({-spare:,} bytes)"
         lines = ", ".join(f"{line.component} {text(line.bound_nbytes)} {unit}" for line in largest)
-        return (f"rank {ledger.rank} needs {needs} fixed > supply {supply}, {short}", f"largest lines: {lines}")
+        return (
+            f"rank {ledger.rank} needs {needs} > supply {text(supply.nbytes)} {unit}, {short}",
+            f"largest lines: {lines}",
+        )
+
+    def _not_loaded(self, supply: Supply) -> tuple[str, ...]:
+        ledger = max(self.ranks, key=lambda one: one.loading_bytes)
+        if ledger.loading_bytes <= supply.nbytes:
+            return ()
+        needs = _more(ledger.loading_bytes, supply.nbytes, "supply ")
+        return (f"fits serving, does not fit while loading: rank {ledger.rank} needs {needs}",)
 
 
-def make_plan(placement: Placement, *, supply: Supply | None, held: Sequence[Held] = ()) -> Plan:
-    """Return the plan of a placement: weights by role, padding and engine lines, then what else is held."""
-    topology = placement.topology
+def _more(needed: int, there: int, what: str = "") -> str:
+    """Say that one size is more than another."""
+    unit, text = unit_for(needed)
+    return f"{text(needed)} {unit} > {what}{text(there)} {unit}"
+
+
+def make_plan(
+    placement: Placement,
+    *,
+    supply: Supply | None,
+    held: Sequence[Held] = (),
+    services: Sequence[RankService] = (),
+    kv_bytes: int | None = None,
+) -> Plan:
+    """Return the plan of a placement: weights by role, padding and engine lines, then what else is held.
+
+    Args:
+        placement: What every rank holds of the weights.
+        supply: Of one GPU.
+        held: Lines that are the same on every rank.
+        services: Of every rank in order, where a profile is served; :func:`tonnage.serving.serve`.
+        kv_bytes: What the cache is given.
+    """
+    tp = placement.topology.tp
     ranks = tuple(
         RankLedger(
-            rank=pp_rank * topology.tp + tp_rank,
-            lines=(*_weight_lines(placement, pp_rank, tp_rank), *_held_lines(held)),
+            rank=rank,
+            lines=(*_weight_lines(placement, *divmod(rank, tp)), *_terms(services, rank), *_held_lines(held)),
+            service=services[rank] if services else None,
         )
-        for pp_rank in range(topology.pp)
-        for tp_rank in range(topology.tp)
+        for rank in range(placement.topology.world_size)
     )
     return Plan(
         placement=placement,
         supply=supply,
         ranks=ranks,
-        notes=(*placement.assignment.notes, *_scope(placement, held)),
+        notes=(*placement.assignment.notes, *_scope(placement, held, served=bool(services))),
         remarks=_remarks(placement),
         pessimism=_held_pessimism(held),
+        kv_bytes=kv_bytes,
     )
+
+
+def _terms(services: Sequence[RankService], rank: int) -> tuple[Term, ...]:
+    return tuple(term for term in services[rank].terms if term.bound_nbytes) if services else ()
 
 
 def make_credit_plan(
@@ -281,11 +377,13 @@ def _remarks(placement: Placement) -> tuple[Remark, ...]:
     return tuple(Remark(kind=kind, role=role, nbytes=nbytes, why=why) for (kind, role, why), nbytes in rows)
 
 
-def _scope(placement: Placement, held: Sequence[Held]) -> tuple[str, ...]:
+def _scope(placement: Placement, held: Sequence[Held], *, served: bool) -> tuple[str, ...]:
     """Say what the ledger leaves out, and what the engine does not promise."""
     reserved = any(h.component == "reserve" and h.nbytes for h in held)
     room = "held only by the reserve" if reserved else "and nothing is reserved for them (--reserve)"
-    notes = [f"weights only: KV cache, activations, graphs and communication are not counted, {room}"]
+    weights_only = f"weights only: KV cache, activations, graphs and communication are not counted, {room}"
+    runtime = "served by vLLM's rules; without --gpu, buffers are those measured on SM 12.0 (docs/k31-ranks.md)"
+    notes = [weights_only] if not served else [runtime] if placement.engine.name == "split" else []
     assignment = placement.assignment
     exl3 = assignment.container is not None or any(e.fmt.name.startswith("exl3") for e in assignment.entries)
     if exl3 and placement.engine.name in ("vllm", "sglang"):

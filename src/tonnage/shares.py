@@ -127,7 +127,7 @@ def has_heads(rule: Rule) -> bool:
 
 
 class Shares:
-    """Makes the shares of one module; equal ranges are computed once."""
+    """Makes the shares of one module; what ranks hold alike is computed once."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Shares:
     ) -> None:
         self._entry, self._module = entry, entry.module
         self._topology, self._engine, self._exception, self._names = topology, engine, exception, names
-        self._pieces = lru_cache(maxsize=64)(self._make_pieces)
+        self._alike = lru_cache(maxsize=64)(self._make_pieces)
 
     def whole(self, split: str) -> Share:
         """The rank holds everything; a vocabulary is padded all the same."""
@@ -225,17 +225,21 @@ class Shares:
             return None
         return self._exception.slice_size.evaluate_int(self._names)
 
-    def _make_pieces(self, axis: str, ranges: Ranges, padded: int) -> tuple[Piece, ...]:
+    def _pieces(self, axis: str, ranges: Ranges, padded: int) -> tuple[Piece, ...]:
         """Return every stored tensor's piece for a cut of ``axis``; ``padded`` elements of it are held if more."""
-        module = self._module
         mine = extent(ranges)
         held = max(mine, padded) if axis in ("out", "in") else mine
+        later = axis == "in" and ranges[0][0] > 0 and self._entry.fmt.pads_to > 1
+        return self._alike(axis, mine, held, later=later)
+
+    def _make_pieces(self, axis: str, mine: int, held: int, *, later: bool) -> tuple[Piece, ...]:
+        """Return the pieces of a rank that takes ``mine`` elements and holds ``held``; ``later`` ones add no bias."""
+        module = self._module
         local = Local(
             out=held if axis == "out" else module.out_size,
             in_=held if axis == "in" else module.in_size,
             experts=mine if axis == "stack" else module.stack,
         )
-        later = axis == "in" and ranges[0][0] > 0 and self._entry.fmt.pads_to > 1
         return tuple(
             Piece(shape=(0,), slice_bytes=0, held_bytes=0, why="the first rank adds the bias")
             if later and stored.suffix == ".bias"
@@ -257,7 +261,7 @@ class Shares:
         slice_bytes = payload_bytes(stored.dtype, sliced)
         if exception is not None and exception.held is not None:
             kept, why = (exception.held.evaluate_int(self._names),), exception.why
-        if exception is not None and exception.dtype:
+        if exception is not None and exception.dtype and self._holds_dtype(exception):
             dtype, why = exception.dtype, exception.why
             if not self._entry.fmt.is_plain and stored.suffix in {part.suffix for part in self._entry.fmt.parts}:
                 kept = (local.out, local.in_) if stored is self._entry.stored[0] else (0,)
@@ -270,6 +274,9 @@ class Shares:
         padded = (kept, dtype) == (_local_shape(stored, axis, held), stored.dtype)
         zero_bytes = held_bytes - slice_bytes if padded else 0
         return Piece(shape=kept, slice_bytes=slice_bytes, held_bytes=held_bytes, zero_bytes=zero_bytes, why=why)
+
+    def _holds_dtype(self, exception: EngineRule) -> bool:
+        return exception.dtype_if is None or exception.dtype_if.evaluate_bool(self._names)
 
 
 def _size(runs: tuple[Run, ...]) -> int:

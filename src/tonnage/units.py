@@ -28,6 +28,11 @@ UNITS = {
 _SIZE = re.compile(r"(?P<number>\d{1,24}(?:\.\d{1,12})?)\s*(?P<unit>[A-Za-z]+)?", re.ASCII)
 
 
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple that is no less than a value."""
+    return -(-value // multiple) * multiple
+
+
 def parse_size(text: str, *, where: str = "size") -> int:
     """Return the bytes a size such as ``94.010GiB``, ``512MiB`` or ``1000`` stands for, floored.
 

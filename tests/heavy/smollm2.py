@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from gguf import GGUFReader, dequantize
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -44,6 +45,15 @@ class Weights:
         config = self.config()
         (folder / "config.json").write_text(json.dumps(config, indent=2))
         save_file(self._tensors(config), folder / "model.safetensors")
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """Write tokenizer.json: byte pairs after splitting off every digit, as llama.cpp does for ``smollm``."""
+        tokens = self._field("tokenizer.ggml.tokens")
+        merges = [tuple(merge.split(" ")) for merge in self._field("tokenizer.ggml.merges")]
+        tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
+        digits, octets = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, octets])
+        tokenizer.save(str(folder / "tokenizer.json"))
 
     def config(self) -> dict[str, Any]:
         """Return config.json."""

@@ -71,6 +71,11 @@ METHODS = {
     "compressed fp8 channel": compressed(
         "float-quantized", {**FP8, "strategy": "channel"}, {**FP8, "dynamic": True, "strategy": "token"}
     ),
+    "compressed int8 channel": compressed(
+        "int-quantized",
+        {**FP8, "type": "int", "strategy": "channel"},
+        {**FP8, "type": "int", "dynamic": True, "strategy": "token"},
+    ),
     "compressed fp8 block": compressed(
         "float-quantized",
         {**FP8, "strategy": "block", "block_structure": [128, 128]},

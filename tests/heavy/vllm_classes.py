@@ -88,15 +88,15 @@ def parameters(config: Mapping[str, Any], where: Rank) -> tuple[Parameter, ...]:
 
 def _build(config: Mapping[str, Any], where: Rank) -> torch.nn.Module:
     with tempfile.TemporaryDirectory() as folder:
-        _write_config(Path(folder), config)
+        write_config(Path(folder), config)
         try:
             engine = _engine_config(folder, config, where)
-            return _build_rank(engine, where)
+            return build_rank(engine, where)
         except (ArithmeticError, AssertionError, ValueError) as error:
             raise Refused(f"{type(error).__name__}: {error}") from error
 
 
-def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write the config without a reference to code of the checkpoint, so that none is wanted."""
     fields = {name: value for name, value in config.items() if not name.startswith("_")}
     fields["architectures"] = [ARCHITECTURES.get(name, name) for name in fields["architectures"]]
@@ -124,7 +124,8 @@ def _engine_config(folder: str, config: Mapping[str, Any], where: Rank) -> VllmC
     ).create_engine_config()
 
 
-def _build_rank(engine: VllmConfig, where: Rank) -> torch.nn.Module:
+def build_rank(engine: VllmConfig, where: Rank) -> torch.nn.Module:
+    """Build one rank's model on the meta device."""
     vllm_pretences.pretend_world(tp=where.tp, pp=where.pp, rank=where.rank)
     engine.parallel_config.rank = where.rank
     dtype = engine.model_config.dtype

@@ -22,7 +22,7 @@ import vllm.model_executor.layers.fused_moe.config as moe_config
 import vllm.model_executor.layers.fused_moe.expert_map_manager as expert_maps
 import vllm.model_executor.models.registry as model_registry
 from vllm.model_executor.layers import quantization
-from vllm.model_executor.layers.fused_moe.oracle import fp8, int_wna16, mxfp4, nvfp4, unquantized
+from vllm.model_executor.layers.fused_moe.oracle import fp8, int8, int_wna16, mxfp4, nvfp4, unquantized
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -30,6 +30,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 EXPERT_KERNELS = {
     "select_unquantized_moe_backend": (unquantized, unquantized.UnquantizedMoeBackend.TRITON),
     "select_fp8_moe_backend": (fp8, fp8.Fp8MoeBackend.TRITON),
+    "select_int8_moe_backend": (int8, int8.Int8MoeBackend.TRITON),
     "select_mxfp8_moe_backend": (fp8, fp8.Fp8MoeBackend.TRITON),
     "select_mxfp4_moe_backend": (mxfp4, mxfp4.Mxfp4MoeBackend.TRITON),
     "select_deepseek_v4_mxfp4_moe_backend": (mxfp4, mxfp4.Mxfp4MoeBackend.TRITON),
@@ -56,6 +57,7 @@ def pretend_world(*, tp: int, pp: int, rank: int) -> None:
     parallel._TP = _group("tp", tensor_group, rank)
     parallel._EP = _group("ep", tensor_group, rank)
     parallel._PP = _group("pp", range(tp_rank, tp * pp, tp), rank)
+    parallel._ETP = parallel._TP
     for name in ("_DCP", "_PCP", "_DP"):
         setattr(parallel, name, _group(name, (rank,), rank))
     parallel._NODE_COUNT = 1
@@ -110,6 +112,7 @@ def _pretend_device() -> None:
     for name in ("Stream", "Event"):
         setattr(torch.cuda, name, _Inert)
         setattr(torch, name, _Inert)
+    torch.cpu._is_avx512_bf16_supported = lambda: False  # a CPU with it keeps states in F32, a GPU does not
 
 
 def _build_on_meta_device() -> None:

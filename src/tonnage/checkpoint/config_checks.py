@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _COUNT = re.compile(
     r"(num|n|first_k)_.*|moe_layer_freq|decoder_sparse_step|.*_(size|dim|rank|heads|layers|experts)", re.ASCII
 )
+MOST_CONTEXT_TOKENS = 1 << 40
 _PER_LAYER = ("layer_types", "layers_block_type")
 _LAYER_KINDS = frozenset(
     {
@@ -41,6 +42,10 @@ def field_problems(fields: Mapping[str, object], where: str) -> Iterator[Problem
     for name, value in fields.items():
         if isinstance(value, int) and value < 0 and _COUNT.fullmatch(name):
             yield Problem(where=where, what=f"negative {name}", expected="0 or more", found=str(value)[:40])
+    context = fields.get("max_position_embeddings")
+    if context is not None and (type(context) is not int or not 1 <= context <= MOST_CONTEXT_TOKENS):
+        expected = f"an integer from 1 to {MOST_CONTEXT_TOKENS}"
+        yield Problem(where=where, what="max_position_embeddings", expected=expected, found=repr(context)[:40])
     layers = fields.get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool):
         return

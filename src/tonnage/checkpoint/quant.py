@@ -180,13 +180,17 @@ def _ct_format(group: Mapping[str, Any], fmt: str, key: str) -> StorageFormat:
         found = q.nvfp4("compressed-tensors", input_scale=isinstance(acts, dict))
     elif (bits, kind) == (4, "float") and size == q.MX_BLOCK and "mxfp4" in fmt:
         found = q.mxfp4()
+    elif (bits, kind, fmt, strategy) == (8, "int", "int-quantized", "channel") and weights.get(
+        "symmetric", True
+    ) is True:
+        found = q.int8_channel()
     elif kind == "int" and isinstance(bits, int) and fmt == "pack-quantized" and strategy == "group":
         found = q.int_packed(bits, _positive(size), symmetric=bool(weights.get("symmetric", True)))
     if found is None:
         facts = (("num_bits", bits), ("type", kind), ("strategy", strategy), ("group_size", size), ("format", fmt))
         raise _refusal(
             f"{key}: unknown weights",
-            "fp8 tensor, channel or block; mxfp8; mxfp4; nvfp4; int pack-quantized by group",
+            "fp8 tensor, channel or block; mxfp8; mxfp4; nvfp4; int8 channel; int pack-quantized by group",
             ", ".join(f"{name} {shown(value)}" for name, value in facts),
         )
     return found

@@ -73,6 +73,7 @@ def _scaled(stored: Mapping[str, Kind], scale: str, out: int, in_: int) -> Itera
         return
     yield q.fp8_tensor(input_scale=static)
     yield q.fp8_channel(scale_dtype=kind.dtype)
+    yield q.int8_channel(scale_dtype=kind.dtype)
     if len(kind.shape) == 2 and kind.shape[0] and kind.shape[1]:
         for block_out, block_in in ((128, 128), (_step(out, kind.shape[0]), _step(in_, kind.shape[1]))):
             if block_out and block_in:

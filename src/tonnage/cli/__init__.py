@@ -1,7 +1,7 @@
 """The ``tonnage`` command: one module per command, each parses options, calls :mod:`tonnage.api` and renders.
 
-Exit codes: 0 yes, 1 bug (a traceback), 2 unusable input, 3 does not fit, 4 verification failed. Results on
-stdout, everything else on stderr.
+Exit codes: 0 yes, 1 bug (a traceback), 2 unusable input, 3 does not fit, 4 verification failed, 5 a measurement
+contradicts an estimate. Results on stdout, everything else on stderr.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ from typer.core import TyperGroup
 
 from tonnage.cli.calibrate import calibrate
 from tonnage.cli.calibrations import calibrations
+from tonnage.cli.compare import compare
 from tonnage.cli.demo import demo
 from tonnage.cli.explain import explain
 from tonnage.cli.export import export
+from tonnage.cli.export_names import export_names
+from tonnage.cli.fit import fit
+from tonnage.cli.flags import flags
 from tonnage.cli.gpus import gpus
 from tonnage.cli.inspect import inspect
 from tonnage.cli.measure import measure
 from tonnage.cli.models import models
+from tonnage.cli.observe import observe
 from tonnage.cli.options import note
 from tonnage.cli.plan import plan
 from tonnage.cli.prepare import prepare
@@ -41,8 +46,8 @@ UNUSABLE_INPUT = 2
 VERIFICATION_FAILED = 4
 
 _ORDER = (
-    "inspect", "plan", "synth", "prepare", "export", "verify", "measure", "explain", "calibrate", "calibrations",
-    "models", "gpus", "demo",
+    "inspect", "plan", "fit", "flags", "synth", "prepare", "export", "export-names", "verify", "measure", "explain",
+    "compare", "calibrate", "calibrations", "observe", "models", "gpus", "demo",
 )  # fmt: skip
 """As they follow each other in use, then what there is to know and to see."""
 
@@ -81,7 +86,11 @@ def _main(
     pass
 
 
-for command in (inspect, plan, synth, prepare, export, verify, measure, explain, calibrate, models, gpus, demo):
+COMMANDS = (
+    inspect, plan, fit, flags, synth, prepare, export, export_names, verify, measure, explain, compare, calibrate,
+    observe, models, gpus, demo,
+)  # fmt: skip
+for command in COMMANDS:
     app.command()(command)
 app.add_typer(calibrations, name="calibrations")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tonnage.cli.fit_terms import fit_terms
 from tonnage.cli.options import Json, emit, emit_json
 from tonnage.errors import CreditError, Problem, one_line
 
@@ -99,16 +100,31 @@ def check_records(
         packages = sum(evidence.packages for evidence in (*found.record.evidence, *further))
         rows.append({**_row(found), "packages": packages, "problems": [str(problem) for problem in problems]})
     holds = not any(row["problems"] for row in rows)
+    terms = [] if records else _term_rows()
     if as_json:
-        emit_json({"schema": SCHEMA, "holds": holds, "records": rows})
+        emit_json({"schema": SCHEMA, "holds": holds, "records": rows, "terms": terms})
     else:
         for row in rows:
             evidence = _counted(row["packages"]) if row["packages"] else "assumed, no evidence"
             emit(f"{row['id']}: {'CONTRADICTED' if row['problems'] else 'holds'} ({evidence})")
             for problem in row["problems"]:
                 emit(f"  {problem}")
+        for row in terms:
+            emit(f"terms of {row['engine']}: hold ({row['records']} records, {row['figures']} logged figures)")
     if not holds:
         raise typer.Exit(CONTRADICTED)
+
+
+def _term_rows() -> list[dict[str, Any]]:
+    """Return the shipped files of runtime terms; reading one computes every bound against its evidence again."""
+    from tonnage.calibrations.term_records import shipped_file
+
+    files = {engine: shipped_file(engine) for engine in ("vllm", "sglang", "split")}
+    return [
+        {"engine": engine, "records": len(file.records), "figures": len(file.evidence)}
+        for engine, file in files.items()
+        if file is not None
+    ]
 
 
 def _counted(packages: int) -> str:
@@ -135,3 +151,6 @@ def _row(found: Found) -> dict[str, Any]:
         "headroom_bytes": None if choice is None else choice.headroom_bytes,
         "path": found.path,
     }
+
+
+calibrations.command("fit-terms")(fit_terms)

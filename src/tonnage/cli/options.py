@@ -6,7 +6,7 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -20,6 +20,27 @@ Pp = Annotated[int, typer.Option("--pp", help="Pipeline-parallel size.")]
 _NOT_PLAIN = re.compile(r"[^\n -~]")
 Json = Annotated[bool, typer.Option("--json", help="Print a versioned JSON document instead of a table.")]
 Output = Annotated[Path, typer.Option("-o", "--output", help="Directory to write; must not exist, or be empty.")]
+GpuName = Annotated[str | None, typer.Option("--gpu", help="GPU out of `tonnage gpus`.")]
+SupplySize = Annotated[
+    str | None,
+    typer.Option("--supply", help="Memory one process can use on a GPU, its context aside, such as 94.010GiB."),
+]
+KvDtype = Annotated[
+    str | None,
+    typer.Option("--kv-dtype", help="Dtype of the KV cache: auto, bf16, fp8, nvfp4, int8, int4, or the engine's word."),
+]
+KvBytes = Annotated[
+    str | None, typer.Option("--kv-bytes", help="Cache per rank, such as 20GiB; by default what the profile needs.")
+]
+EngineVersion = Annotated[
+    str | None, typer.Option("--engine-version", help="Release of the engine: bounds are tighter where it is known.")
+]
+Eager = Annotated[bool, typer.Option("--eager", help="No CUDA graphs.")]
+Method = Annotated[
+    Literal["eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark", "draft-model", "ngram", "suffix"] | None,
+    typer.Option("--draft-method", help="How tokens are drafted; by default as the draft checkpoint is made for."),
+]
+DraftTokens = Annotated[int | None, typer.Option("--draft-tokens", min=1, help="Tokens drafted per step.")]
 
 
 def emit(text: str) -> None:

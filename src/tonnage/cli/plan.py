@@ -6,7 +6,23 @@ from typing import Annotated, Literal
 
 import typer
 
-from tonnage.cli.options import Ep, Json, Pp, Source, Tp, emit, emit_json
+from tonnage.cli.options import (
+    DraftTokens,
+    Eager,
+    EngineVersion,
+    Ep,
+    GpuName,
+    Json,
+    KvBytes,
+    KvDtype,
+    Method,
+    Pp,
+    Source,
+    SupplySize,
+    Tp,
+    emit,
+    emit_json,
+)
 
 DOES_NOT_FIT = 3
 _SIZE = "such as 94.010GiB"
@@ -22,8 +38,12 @@ def plan(
         Literal["vllm", "sglang", "exllamav3", "split"],
         typer.Option("--engine", help="Whose placement rules; split cuts everything that can be cut, as prepare does."),
     ] = "split",
-    gpu: Annotated[str | None, typer.Option("--gpu", help="GPU out of `tonnage gpus`.")] = None,
-    supply: Annotated[str | None, typer.Option("--supply", help=f"Usable memory of one GPU, {_SIZE}.")] = None,
+    gpu: GpuName = None,
+    supply: SupplySize = None,
+    free: Annotated[
+        str | None,
+        typer.Option("--free", help="Free memory of this machine's GPUs by the driver: all, or such as 0,2."),
+    ] = None,
     reserve: Annotated[
         str, typer.Option("--reserve", help=f"Memory held per rank for everything that is not planned, {_SIZE}.")
     ] = "0",
@@ -31,11 +51,17 @@ def plan(
         str | None, typer.Option("--profile", help="What is to be served: cC-pP, concurrency and prefill chunk.")
     ] = None,
     context: Annotated[int | None, typer.Option("--context", min=1, help="Longest context in tokens.")] = None,
-    kv_dtype: Annotated[
-        Literal["auto", "bf16", "fp8", "nvfp4", "int8", "int4"] | None,
-        typer.Option("--kv-dtype", help="Dtype of the KV cache."),
+    kv_dtype: KvDtype = None,
+    kv_bytes: KvBytes = None,
+    engine_version: EngineVersion = None,
+    utilization: Annotated[
+        str | None,
+        typer.Option("--utilization", help="The share of the GPU that vLLM is started with, such as 0.92."),
     ] = None,
+    eager: Eager = False,
     draft: Annotated[str | None, typer.Option("--draft", help="A draft checkpoint, placed like the target.")] = None,
+    draft_method: Method = None,
+    draft_tokens: DraftTokens = None,
     draft_bytes: Annotated[
         str, typer.Option("--draft-bytes", help=f"Or only its bytes, cut evenly, {_SIZE} or 5373504512.")
     ] = "0",
@@ -64,41 +90,38 @@ def plan(
 
     Example: tonnage plan config.json --tp 8 --engine vllm --gpu rtx-pro-6000 --reserve 6GiB
     """
-    from tonnage.api import PlanRequest, open_checkpoint, plan_checkpoint, suggest
-    from tonnage.calibrations.io import find_record, known_records
-    from tonnage.errors import Problem, UnitError
-    from tonnage.memory.supply import find_gpu, parse_supply, supply_bytes
-    from tonnage.profile import parse_profile
-    from tonnage.report.documents import plan_document
-    from tonnage.units import parse_size
+    from dataclasses import replace
 
-    if gpu is not None and supply is not None:
-        raise UnitError(Problem(where="--gpu, --supply", what="both given", expected="one of them"))
-    given = parse_supply(supply) if supply is not None else supply_bytes(find_gpu(gpu)) if gpu is not None else None
+    from tonnage.api import open_checkpoint, plan_checkpoint
+    from tonnage.calibrations.io import find_record, known_records
+    from tonnage.cli.requests import plan_request
+
     by_record = estimator == "credit" and credit_permille is None and calibration is None
-    served = parse_profile(profile, context_tokens=context, kv_dtype=kv_dtype)
-    request = PlanRequest(
-        tp=tp,
-        ep=ep,
-        pp=pp,
-        dcp=dcp,
-        engine=engine,
-        supply=given,
-        reserve_bytes=parse_size(reserve, where="--reserve"),
-        convert=convert,
+    request = plan_request(
+        tp=tp, ep=ep, pp=pp, dcp=dcp, engine=engine, gpu=gpu, supply=supply, free=free, utilization=utilization,
+        reserve=reserve, profile=profile, context=context, kv_dtype=kv_dtype, kv_bytes=kv_bytes,
+        engine_version=engine_version, eager=eager, draft=draft, draft_bytes=draft_bytes, draft_method=draft_method,
+        draft_tokens=draft_tokens, convert=convert,
+    )  # fmt: skip
+    request = replace(
+        request,
         estimator=estimator,
         credit_permille=credit_permille,
         credit_record=find_record(calibration) if calibration is not None else None,
         credit_records=tuple(found.record for found in known_records()) if by_record else (),
         device_bytes=device_bytes,
-        draft=open_checkpoint(draft) if draft is not None else None,
-        draft_bytes=parse_size(draft_bytes, where="--draft-bytes"),
     )
     checkpoint = open_checkpoint(source)
     result = plan_checkpoint(checkpoint, request)
-    suggestions = suggest(checkpoint, request) if result.fits is False else ()
+    suggestions: tuple[str, ...] = ()
+    if result.fits is False:
+        from tonnage.suggestions import suggest
+
+        suggestions = suggest(checkpoint, request)
     if as_json:
-        emit_json(plan_document(checkpoint, request, result, served, suggestions))
+        from tonnage.report.documents import plan_document
+
+        emit_json(plan_document(checkpoint, request, result, suggestions))
     else:
         from tonnage.report.tables import plan_table, render
 

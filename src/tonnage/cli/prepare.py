@@ -120,7 +120,6 @@ def _preparation(source: str, output: Path, request: PlanRequest, options: Prepa
     from tonnage.api import open_checkpoint, plan_checkpoint
     from tonnage.errors import CheckpointError, Problem
     from tonnage.prepare.request import prepare_placement
-    from tonnage.profile import Profile
     from tonnage.report.documents import plan_document
 
     checkpoint = open_checkpoint(source)
@@ -135,7 +134,7 @@ def _preparation(source: str, output: Path, request: PlanRequest, options: Prepa
         options,
         headers=checkpoint.headers,
         digest=checkpoint.digest,
-        plan=plan_document(checkpoint, request, plan, Profile(), suggestions=()),
+        plan=plan_document(checkpoint, request, plan, suggestions=()),
     )
 
 

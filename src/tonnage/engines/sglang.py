@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from tonnage.engines.model import EngineModel, Extra, Local
 from tonnage.engines.vllm import held_shape as vllm_held_shape
 from tonnage.errors import PlacementError, Problem
+from tonnage.formats.quantized import CHANNEL_FORMATS
 
 if TYPE_CHECKING:
     from tonnage.assignment import Assigned, Assignment
@@ -53,8 +54,8 @@ def _held_shape(
 
 
 def _held_dtype(entry: Assigned, stored: Stored) -> tuple[str, str] | None:
-    """Return F32 for channel scales of FP8, which are stored in the model dtype."""
-    if entry.fmt.name == "fp8_e4m3_channel" and stored.suffix == ".weight_scale" and stored.dtype != "F32":
+    """Return F32 for channel scales of FP8 and INT8, which are stored in the model dtype."""
+    if entry.fmt.name in CHANNEL_FORMATS and stored.suffix == ".weight_scale" and stored.dtype != "F32":
         return "F32", "scales are held in F32"
     return None
 

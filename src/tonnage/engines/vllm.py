@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tonnage.engines.model import EngineModel, Extra, Local
 from tonnage.errors import PlacementError, Problem
+from tonnage.formats.quantized import CHANNEL_FORMATS
 from tonnage.formats.storage import MODEL_DTYPE
 from tonnage.topology import expert_counts
 
@@ -97,13 +98,14 @@ def _expert_group(entry: Assigned, local: Local) -> int:
 def held_dtype(entry: Assigned, stored: Stored) -> tuple[str, str] | None:
     """Return another dtype than the stored one.
 
-    Channel scales of FP8 are held in F32 (``compressed_tensors_w8a8_fp8.py``), shapes of packed weights in I64
-    (``compressed_tensors_wNa16.py``), those of experts in the model dtype (``compressed_tensors_moe_wna16.py``).
+    Channel scales of FP8 and INT8 are held in F32 (``compressed_tensors_w8a8_fp8.py``, ``..._int8.py``), shapes of
+    packed weights in I64 (``compressed_tensors_wNa16.py``), those of experts in the model dtype
+    (``compressed_tensors_moe_wna16.py``).
     """
     if entry.fmt.is_plain and entry.module.rule.dtype == MODEL_DTYPE:
         served = "F16" if entry.module.model_dtype == "F16" else "BF16"  # float32 models are served in BF16
         return (served, "held in the model dtype") if stored.dtype in FLOATS and stored.dtype != served else None
-    if entry.fmt.name == "fp8_e4m3_channel" and stored.suffix == ".weight_scale" and stored.dtype != "F32":
+    if entry.fmt.name in CHANNEL_FORMATS and stored.suffix == ".weight_scale" and stored.dtype != "F32":
         return "F32", "scales are held in F32"
     if entry.fmt.name.startswith("int") and stored.suffix == ".weight_shape" and not _follows(entry):
         return ("BF16", "held in the model dtype") if entry.module.rule.is_routed else ("I64", "held as I64")

@@ -17,6 +17,9 @@ from tonnage.formats.storage import MODEL_DTYPE, Dim, Part, StorageFormat
 
 _OUT, _IN = Dim("out"), Dim("in")
 
+CHANNEL_FORMATS = frozenset({"fp8_e4m3_channel", "int8_channel"})
+"""Formats with one scale per output channel, which engines hold in F32."""
+
 MX_BLOCK = 32
 NVFP4_BLOCK = 16
 EXL3_GRAIN = 128
@@ -35,6 +38,20 @@ def mxfp8(*, scale_suffix: str = ".weight_scale", scale_dtype: str = "U8") -> St
         ),
         in_grain=MX_BLOCK,
     )
+
+
+def is_read_by_value(name: str, dtype: str) -> bool:
+    """Whether a tensor is a scale of MXFP8 that engines turn into other numbers, without an error.
+
+    They allocate bytes and copy; from F8_E8M0 that converts the value 2^-7 to the byte 0, not to 120.
+
+    Source:
+        vLLM 0.32.0 ``layers/quantization/utils/mxfp8_utils.py`` (``MXFP8_SCALE_DTYPE``), and PyTorch's ``copy_``.
+
+    >>> is_read_by_value("q_proj.weight_scale", "F8_E8M0"), is_read_by_value("q_proj.weight_scale", "U8")
+    (True, False)
+    """
+    return dtype == "F8_E8M0" and name.endswith(".weight_scale")
 
 
 def mxfp4(
@@ -116,6 +133,17 @@ def fp8_channel(*, scale_dtype: str = MODEL_DTYPE) -> StorageFormat:
         name="fp8_e4m3_channel",
         parts=(
             Part(".weight", "F8_E4M3", (_OUT, _IN)),
+            Part(".weight_scale", scale_dtype, (_OUT, Dim("none", 1))),
+        ),
+    )
+
+
+def int8_channel(*, scale_dtype: str = MODEL_DTYPE) -> StorageFormat:
+    """INT8 with one scale per output channel, stored ``[out, 1]`` (compressed-tensors ``int-quantized``, symmetric)."""
+    return StorageFormat(
+        name="int8_channel",
+        parts=(
+            Part(".weight", "I8", (_OUT, _IN)),
             Part(".weight_scale", scale_dtype, (_OUT, Dim("none", 1))),
         ),
     )

@@ -1,7 +1,8 @@
 """What one process can use on one GPU: the GPU table, and the rule for cards whose torch total nobody reported.
 
-The supply here is the total the allocator sees, before anything is loaded. What other processes hold, and what the
-engine reserves, belongs to the profile and the runtime terms. The marketing figure is never used.
+The supply of the table is the total the allocator sees, before anything is loaded. What other processes hold, and what
+the engine reserves, belongs to the profile and the runtime terms. The marketing figure is never used. The supply of
+this machine is in :mod:`tonnage.memory.devices`.
 
 Source:
     ``gpus.json`` beside this module: values from public user reports, each with its confidence and note.
@@ -125,11 +126,13 @@ class Supply:
         nbytes: The supply, rounded down.
         basis: How it is known.
         source: Option or table entry, with the reason if it is assumed.
+        whole_bytes: All of the GPU, where the supply is the share of it that an engine asks for.
     """
 
     nbytes: int
     basis: Basis
     source: str
+    whole_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse a supply that is no memory."""
@@ -147,12 +150,15 @@ def gpu_table() -> GpuTable:
 def find_gpu(name: str) -> Gpu:
     """Return the one GPU with this slug, name or alias; case, blanks and dashes do not matter.
 
+    What the entry itself says may stand beside the name: ``H100 80GB HBM3``.
+
     Raises:
         UnknownGpuError: No entry has the name (the nearest names are given), or several have.
     """
     wanted = _key(name)
     gpus = gpu_table().gpus
     found = [gpu for gpu in gpus if wanted in map(_key, gpu.names)]
+    found = found or [gpu for gpu in gpus if _bare(name, gpu) in {_bare(known, gpu) for known in gpu.names}]
     if len(found) == 1:
         return found[0]
     if found:
@@ -204,6 +210,16 @@ def parse_supply(text: str) -> Supply:
     return Supply(nbytes=nbytes, basis="exact", source="--supply")
 
 
+def gpu_of_driver(name: str, total_bytes: int) -> Gpu | None:
+    """Return the entry of a GPU by the name and total its driver reports; ``None`` if the table does not have it.
+
+    Cards that share a name differ in their total; the nearest is taken.
+    """
+    wanted = _key(name)
+    found = [gpu for gpu in gpu_table().gpus if wanted in map(_key, gpu.names)]
+    return min(found, key=lambda gpu: abs((gpu.smi_total_mib or 0) * MIB - total_bytes), default=None)
+
+
 def _reserve_mib(gpu: Gpu) -> int:
     """Return the larger end of the reserve seen on cards of this size, MiB."""
     for step in gpu_table().reserve_rule:
@@ -212,6 +228,12 @@ def _reserve_mib(gpu: Gpu) -> int:
     raise UnknownGpuError(
         Problem(where=gpu.slug, what="no reserve rule for a card of this size", found=f"{gpu.nominal_gb} GB")
     )
+
+
+def _bare(name: str, gpu: Gpu) -> str:
+    """Return a name without maker, size, architecture and memory, where they are those of the GPU."""
+    said = {"nvidia", "amd", f"{gpu.nominal_gb}gb", *_key(f"{gpu.arch} {gpu.memory_type}").split("-")}
+    return "-".join(word for word in _key(name).split("-") if word not in said)
 
 
 def _key(name: str) -> str:

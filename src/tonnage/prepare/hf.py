@@ -7,7 +7,7 @@ against every module: a list of names that catches one module too many is no con
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tonnage.assignment import Assigned, Assignment
@@ -110,20 +110,26 @@ def _compressed_tensors(assignment: Assignment, stated: _Fields) -> _Fields:
         for key, group in stated["config_groups"].items()
     }
     targets = ["Linear"] if not before else sorted(regexes(assignment, lambda entry: bool(entry.converted_from)))
+    return {**stated, **compressed_tensors_statement(targets, sorted(regexes(assignment, is_plain)), before)}
+
+
+def compressed_tensors_statement(
+    targets: Sequence[str], ignore: Sequence[str], before: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what states MXFP8 of the modules that are targets and not ignored, before the groups there were."""
     group = {
-        "targets": targets,
+        "targets": list(targets),
         "weights": _WEIGHTS,
         "input_activations": {**_WEIGHTS, "dynamic": True},
         "output_activations": None,
         "format": _FORMAT,
     }
     return {
-        **stated,
         "quant_method": "compressed-tensors",
         "format": _MIXED if before else _FORMAT,
         "quantization_status": "compressed",
-        "config_groups": {_GROUP: group, **before},
-        "ignore": sorted(regexes(assignment, is_plain)),
+        "config_groups": {_GROUP: group, **(before or {})},
+        "ignore": list(ignore),
     }
 
 

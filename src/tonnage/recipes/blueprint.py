@@ -18,12 +18,15 @@ from tonnage.checkpoint.quant import PLAIN, QuantScheme, parse_quantization
 from tonnage.errors import ConfigError, Problem, RecipeError, TonnageError, raise_if_any
 from tonnage.formats.dtypes import payload_bytes
 from tonnage.formats.storage import MODEL_DTYPE, Dim, Part, StorageFormat, stored_shape
+from tonnage.recipes.caches import layer_caches, stated_kv_dtype
+from tonnage.recipes.drafts import draft_family
 from tonnage.recipes.loader import families, family_of, load_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from tonnage.checkpoint.config import ModelConfig
+    from tonnage.memory.cache import LayerCache
     from tonnage.recipes.schema import Extent, Recipe, Rule, Section
 
 MOST_LAYERS = 1 << 12
@@ -166,6 +169,9 @@ class Blueprint:
         config: What their numbers come from.
         scheme: What the config says about storage formats.
         modules: In recipe order.
+        caches: What every layer keeps between steps.
+        draft_caches: What the layers of multi-token prediction keep, where they are run as a draft.
+        kv_dtype: The KV dtype the checkpoint was quantised for, ``fp8`` or ``nvfp4``; empty where it says nothing.
         notes: What the reader of a report must know.
     """
 
@@ -173,18 +179,25 @@ class Blueprint:
     config: ModelConfig
     scheme: QuantScheme
     modules: tuple[Module, ...]
+    caches: tuple[LayerCache, ...] = ()
+    draft_caches: tuple[LayerCache, ...] = ()
+    kv_dtype: str = ""
     notes: tuple[str, ...]
 
 
-def blueprint_of(config: ModelConfig) -> Blueprint:
+def blueprint_of(config: ModelConfig, *, draft_method: str = "") -> Blueprint:
     """Return every module of a config's family.
 
+    Args:
+        config: Of the checkpoint.
+        draft_method: How the checkpoint is to draft for another, where it is one that does.
+
     Raises:
-        UnknownFamilyError: No recipe answers to its model type.
+        UnknownFamilyError: No recipe answers to its model type, or to that kind of draft.
         RecipeError: The config lacks what its recipe needs.
         ConfigError: Its quantisation is unknown.
     """
-    family = family_of(config.model_type, config.architectures, where=config.name)
+    family = draft_family(config, draft_method) or family_of(config.model_type, config.architectures, where=config.name)
     return draw_blueprint(load_recipe(family), config, dialect=str(families()[family].get("dialect", "")))
 
 
@@ -197,6 +210,7 @@ def draw_blueprint(recipe: Recipe, config: ModelConfig, *, dialect: str = "") ->
     """
     scheme = parse_quantization(config.fields, config.hf_quant, dialect=dialect)
     modules: list[Module] = []
+    caches: list[LayerCache] = []
     problems: dict[str, Problem] = {}
     impossible = [
         problem
@@ -209,12 +223,23 @@ def draw_blueprint(recipe: Recipe, config: ModelConfig, *, dialect: str = "") ->
             if all(
                 test.evaluate_bool(config.scope(section.scope[:-1] if section.scope else ())) for test in section.when
             ):
-                modules.extend(_section_modules(section, config, scheme, problems))
+                numbers = _numbers(section, config)
+                modules.extend(_section_modules(section, numbers, scheme, problems))
+                caches.extend(layer_caches(section, numbers))
         except TonnageError as error:
             problems.update((str(p), p) for p in error.problems)
     if problems:
         raise RecipeError(*problems.values())
-    return Blueprint(recipe=recipe, config=config, scheme=scheme, modules=tuple(modules), notes=scheme.notes)
+    return Blueprint(
+        recipe=recipe,
+        config=config,
+        scheme=scheme,
+        modules=tuple(modules),
+        caches=tuple(cache for cache in caches if not cache.draft),
+        draft_caches=tuple(cache for cache in caches if cache.draft),
+        kv_dtype=stated_kv_dtype(config.fields, config.hf_quant),
+        notes=scheme.notes,
+    )
 
 
 def _object_at(config: ModelConfig, scope: tuple[str, ...]) -> Mapping[str, object]:
@@ -291,16 +316,20 @@ def _single(module: Module, model_dtype: str) -> Stored:
 # --- numbers -------------------------------------------------------------------------------------------------------
 
 
-def _section_modules(
-    section: Section, config: ModelConfig, scheme: QuantScheme, problems: dict[str, Problem]
-) -> Iterator[Module]:
+def _numbers(section: Section, config: ModelConfig) -> _Numbers:
+    """Return what evaluates a section's expressions, unless it does not describe the config."""
     fields = config.scope(section.scope)
     for test, what in section.refusals:
         if test.evaluate_bool(fields):
             raise ConfigError(
                 Problem(where=config.name, what=f"{what}: not described by {section.name}.toml", found=test.text)
             )
-    numbers = _Numbers(section, fields, config.dtype)
+    return _Numbers(section, fields, config.dtype)
+
+
+def _section_modules(
+    section: Section, numbers: _Numbers, scheme: QuantScheme, problems: dict[str, Problem]
+) -> Iterator[Module]:
     for rule in section.rules:
         try:
             yield from _rule_modules(rule, section, numbers, scheme)

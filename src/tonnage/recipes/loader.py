@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from tonnage.errors import Problem, RecipeError, UnknownFamilyError
 from tonnage.formats.dtypes import DTYPE_BITS
 from tonnage.formats.storage import MODEL_DTYPE
+from tonnage.recipes.cache_rules import cache_rule
 from tonnage.recipes.expressions import Expression, compile_expression
 from tonnage.recipes.schema import (
     ROLES,
@@ -30,6 +31,7 @@ from tonnage.recipes.schema import (
     Split,
     Stage,
 )
+from tonnage.recipes.toml_checks import bad, expr, list_of, needs, only, table, texts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -38,14 +40,17 @@ ENGINES = ("vllm", "sglang", "exllamav3", "split")
 FAMILIES_FILE = "families.toml"
 
 _TABLES = ("names", "refuse", "let", "index", "module", *ENGINES)
-_TOP_KEYS = frozenset({"source", "scope", "names", "refuse", "let", "index", "module", "include", "notes", *ENGINES})
+_TOP_KEYS = frozenset(
+    {"source", "scope", "names", "refuse", "let", "index", "module", "cache", "include", "notes", *ENGINES}
+)
 _RULE_KEYS = frozenset({
     "role", "out", "in", "shape", "units", "split", "why", "replicas", "when", "bias", "stack", "transposed", "bare",
     "dtype", "quantizes", "convert", "credit", "fused", "stage", "last_if", "optional",
 })  # fmt: skip
 _INCLUDE_KEYS = frozenset({"recipe", "names", "scope", "when", "role", *ENGINES})
 _ENGINE_KEYS = frozenset({
-    "split", "replicas", "whole_if", "absent_if", "dtype", "held", "copies", "slice_size", "stage", "why",
+    "split", "replicas", "whole_if", "absent_if", "dtype", "dtype_if", "held", "copies", "slice_size", "stage",
+    "why",
 })  # fmt: skip
 _FLAGS = frozenset({"replicas", "transposed", "bare", "quantizes", "convert"})
 _TEXTS = frozenset({"role", "why", "dtype", "fused", "split", "stage", "credit"})
@@ -131,11 +136,11 @@ def _toml(name: str, text: str) -> dict[str, Any]:
 
 def _sections(name: str, data: dict[str, Any], part: _Part) -> Iterator[Section]:
     """Yield the section of one file, then those of the files it includes, names and scope resolved."""
-    _only(data, _TOP_KEYS, name)
+    only(data, _TOP_KEYS, name)
     if not data.get("source"):
-        raise _bad(name, "no source", "where the facts come from", sorted(data))
-    tables = {key: _table(data.get(key, {}), f"{name}: {key}") for key in _TABLES}
-    names = {**_texts(tables["names"], f"{name}: names"), **part.names}
+        raise bad(name, "no source", "where the facts come from", sorted(data))
+    tables = {key: table(data.get(key, {}), f"{name}: {key}") for key in _TABLES}
+    names = {**texts(tables["names"], f"{name}: names"), **part.names}
     scope = part.scope or _path(str(data.get("scope", "")))
     indices = {key: _index(value, f"{name}: index.{key}") for key, value in tables["index"].items()}
     engines = {
@@ -153,7 +158,7 @@ def _sections(name: str, data: dict[str, Any], part: _Part) -> Iterator[Section]
         for rule in rules:
             for index in _PLACEHOLDER.findall(rule.pattern):
                 if index not in known:
-                    raise _bad(name, f"{rule.pattern}: unknown index", ", ".join(sorted(known)), index)
+                    raise bad(name, f"{rule.pattern}: unknown index", ", ".join(sorted(known)), index)
         yield Section(
             name=name,
             scope=scope,
@@ -168,10 +173,14 @@ def _sections(name: str, data: dict[str, Any], part: _Part) -> Iterator[Section]
             ),
             indices=indices,
             rules=rules,
+            caches=tuple(
+                cache_rule(facts, names, indices, draft=part.role == "mtp", where=f"{name}: cache {number}")
+                for number, facts in enumerate(list_of(data.get("cache", []), f"{name}: cache"))
+            ),
             engines=engines,
         )
-    for include in _list(data.get("include", []), f"{name}: include"):
-        inner = _included(_table(include, f"{name}: include"), name, part.depth)
+    for include in list_of(data.get("include", []), f"{name}: include"):
+        inner = _included(table(include, f"{name}: include"), name, part.depth)
         inside = _inside(part, include, names, scope, f"{name}: include {inner}")
         yield from _sections(inner, _toml(inner, _read(f"{inner}.toml")), inside)
 
@@ -180,12 +189,12 @@ def _included(include: dict[str, Any], name: str, depth: int) -> str:
     """Return the recipe an include names: one beside this module, not itself by way of others."""
     inner = include.get("recipe")
     if not isinstance(inner, str):
-        raise _bad(f"{name}: include", "missing key", "recipe = a name", inner)
+        raise bad(f"{name}: include", "missing key", "recipe = a name", inner)
     shipped = _RECIPE_NAME.fullmatch(inner) and (resources.files("tonnage.recipes") / f"{inner}.toml").is_file()
     if not shipped:
-        raise _bad(f"{name}: include {inner}", "no such recipe", "the name of a file in tonnage.recipes", inner)
+        raise bad(f"{name}: include {inner}", "no such recipe", "the name of a file in tonnage.recipes", inner)
     if depth >= _DEEPEST_INCLUDE:
-        raise _bad(f"{name}: include {inner}", "includes nest too deeply", f"at most {_DEEPEST_INCLUDE}", depth + 1)
+        raise bad(f"{name}: include {inner}", "includes nest too deeply", f"at most {_DEEPEST_INCLUDE}", depth + 1)
     return inner
 
 
@@ -193,15 +202,15 @@ def _inside(
     part: _Part, include: dict[str, Any], names: Mapping[str, str], scope: tuple[str, ...], where: str
 ) -> _Part:
     """Return what one include says, on top of what was said on the way to it."""
-    _only(include, _INCLUDE_KEYS, where)
-    condition = _expr(include.get("when"), where)
+    only(include, _INCLUDE_KEYS, where)
+    condition = expr(include.get("when"), where)
     role = include.get("role", part.role)
     if role and role not in ROLES:
-        raise _bad(where, "unknown role", ", ".join(ROLES), role)
+        raise bad(where, "unknown role", ", ".join(ROLES), role)
     return _Part(
         names={
             key: _named(value, names)
-            for key, value in _texts(_table(include.get("names", {}), f"{where}: names"), f"{where}: names").items()
+            for key, value in texts(table(include.get("names", {}), f"{where}: names"), f"{where}: names").items()
         },
         scope=_path(str(include["scope"])) if "scope" in include else scope,
         when=(*part.when, condition) if condition else part.when,
@@ -212,17 +221,17 @@ def _inside(
 
 
 def _rule(pattern: str, facts: dict[str, Any], where: str) -> Rule:
-    _only(_table(facts, where), _RULE_KEYS, where)
+    only(table(facts, where), _RULE_KEYS, where)
     _check_types(facts, where)
     if facts.get("role") not in ROLES:
-        raise _bad(where, "unknown role", ", ".join(ROLES), facts.get("role"))
+        raise bad(where, "unknown role", ", ".join(ROLES), facts.get("role"))
     _check_choices(facts, where)
     split = facts.get("split", "replicated")
     if ("shape" in facts) == ("out" in facts and "in" in facts):
-        raise _bad(where, "wrong facts", "either shape, or out and in", sorted(facts))
+        raise bad(where, "wrong facts", "either shape, or out and in", sorted(facts))
     units = facts.get("units")
     if "shape" in facts:
-        _list(facts["shape"], f"{where}: shape")
+        list_of(facts["shape"], f"{where}: shape")
         axis = 0 if split in ("column", "vocab") else len(facts["shape"]) - 1
         shape = tuple(
             _extents(text, units if i == axis and split != "replicated" else None, where)
@@ -237,16 +246,16 @@ def _rule(pattern: str, facts: dict[str, Any], where: str) -> Rule:
         }
     plain = {k: facts[k] for k in _RULE_KEYS & set(facts) if k not in _PARSED}
     if split == "replicated" and not facts.get("why"):
-        raise _bad(where, "not cut, and no reason given", "a split, or why every rank holds it whole", facts)
+        raise bad(where, "not cut, and no reason given", "a split, or why every rank holds it whole", facts)
     return Rule(
         pattern=pattern,
         split=split,
-        when=_expr(facts.get("when"), where),
-        bias=_expr(facts.get("bias"), where),
-        stack=_expr(facts.get("stack"), where),
-        optional=_expr(facts.get("optional"), where),
+        when=expr(facts.get("when"), where),
+        bias=expr(facts.get("bias"), where),
+        stack=expr(facts.get("stack"), where),
+        optional=expr(facts.get("optional"), where),
         stage=facts.get("stage", "layer" if "{layer}" in pattern else "all"),
-        last_if=_expr(facts.get("last_if"), where),
+        last_if=expr(facts.get("last_if"), where),
         **sizes,
         **plain,
     )
@@ -258,27 +267,27 @@ _PARSED = frozenset({"out", "in", "shape", "units", "when", "bias", "stack", "sp
 def _check_choices(facts: dict[str, Any], where: str) -> None:
     for key, allowed in (("split", get_args(Split)), ("stage", get_args(Stage)), ("credit", get_args(Credit))):
         if key in facts and facts[key] not in allowed:
-            raise _bad(where, f"unknown {key}", ", ".join(allowed), facts[key])
+            raise bad(where, f"unknown {key}", ", ".join(allowed), facts[key])
 
 
 def _check_types(facts: dict[str, Any], where: str) -> None:
     for key, value in facts.items():
         if key in _FLAGS and not isinstance(value, bool):
-            raise _bad(where, f"{key} is no flag", "true or false", value)
+            raise bad(where, f"{key} is no flag", "true or false", value)
         if key in _TEXTS and not isinstance(value, str):
-            raise _bad(where, f"{key} is no text", "a text", value)
+            raise bad(where, f"{key} is no text", "a text", value)
     dtype = facts.get("dtype", MODEL_DTYPE)
     if dtype != MODEL_DTYPE and dtype not in DTYPE_BITS:
-        raise _bad(where, "unknown dtype", ", ".join((MODEL_DTYPE, *DTYPE_BITS)), dtype)
+        raise bad(where, "unknown dtype", ", ".join((MODEL_DTYPE, *DTYPE_BITS)), dtype)
 
 
 def _extents(value: object, units: object, where: str) -> tuple[Extent, ...]:
     texts = value if isinstance(value, list) else [value]
     unit_texts = units if isinstance(units, list) else [units] * len(texts)
     if len(unit_texts) != len(texts):
-        raise _bad(where, "units do not match parts", f"{len(texts)} entries", len(unit_texts))
+        raise bad(where, "units do not match parts", f"{len(texts)} entries", len(unit_texts))
     return tuple(
-        Extent(size=compile_expression(str(text), where=where), units=_expr(unit, where))
+        Extent(size=compile_expression(str(text), where=where), units=expr(unit, where))
         for text, unit in zip(texts, unit_texts, strict=True)
     )
 
@@ -287,10 +296,10 @@ def _engine_rules(data: dict[str, Any], names: Mapping[str, str], every: EngineR
     modules, fused = {}, {}
     for key, facts in data.items():
         if key == "fused":
-            for fused_name, fused_facts in _table(facts, f"{where}.fused").items():
+            for fused_name, fused_facts in table(facts, f"{where}.fused").items():
                 at = f"{where}.fused.{fused_name}"
-                _only(_table(fused_facts, at), frozenset({"rows_multiple", "why"}), at)
-                _needs(fused_facts, ("rows_multiple", "why"), at)
+                only(table(fused_facts, at), frozenset({"rows_multiple", "why"}), at)
+                needs(fused_facts, ("rows_multiple", "why"), at)
                 fused[fused_name] = FusedRule(
                     rows_multiple=compile_expression(str(fused_facts["rows_multiple"]), where=where),
                     why=fused_facts["why"],
@@ -301,34 +310,29 @@ def _engine_rules(data: dict[str, Any], names: Mapping[str, str], every: EngineR
 
 
 def _engine_rule(facts: dict[str, Any], where: str) -> EngineRule:
-    _only(_table(facts, where), _ENGINE_KEYS, where)
+    only(table(facts, where), _ENGINE_KEYS, where)
     _check_types({key: value for key, value in facts.items() if key in _TEXTS}, where)
     _check_choices(facts, where)
     return EngineRule(
-        replicas=_expr(facts.get("replicas"), where),
-        whole_if=_expr(facts.get("whole_if"), where),
-        absent_if=_expr(facts.get("absent_if"), where),
-        held=_expr(facts.get("held"), where),
-        copies=_expr(facts.get("copies"), where),
-        slice_size=_expr(facts.get("slice_size"), where),
+        replicas=expr(facts.get("replicas"), where),
+        whole_if=expr(facts.get("whole_if"), where),
+        absent_if=expr(facts.get("absent_if"), where),
+        dtype_if=expr(facts.get("dtype_if"), where),
+        held=expr(facts.get("held"), where),
+        copies=expr(facts.get("copies"), where),
+        slice_size=expr(facts.get("slice_size"), where),
         **{k: facts[k] for k in ("split", "dtype", "stage", "why") if k in facts},
     )
 
 
 def _index(value: object, where: str) -> IndexRule:
     if isinstance(value, dict):
-        _only(value, frozenset({"start", "count"}), where)
-        _needs(value, ("count",), where)
+        only(value, frozenset({"start", "count"}), where)
+        needs(value, ("count",), where)
         return IndexRule(
-            start=_expr(value.get("start"), where), count=compile_expression(str(value["count"]), where=where)
+            start=expr(value.get("start"), where), count=compile_expression(str(value["count"]), where=where)
         )
     return IndexRule(count=compile_expression(str(value), where=where))
-
-
-def _expr(value: object, where: str) -> Expression | None:
-    if value is None:
-        return None
-    return compile_expression(str(value) if not isinstance(value, bool) else repr(value), where=where)
 
 
 def _named(text: str, names: Mapping[str, str]) -> str:
@@ -340,38 +344,3 @@ def _named(text: str, names: Mapping[str, str]) -> str:
 
 def _path(text: str) -> tuple[str, ...]:
     return tuple(text.split(".")) if text else ()
-
-
-def _table(value: object, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _bad(where, "not a table", "a table", type(value).__name__)
-    return value
-
-
-def _list(value: object, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _bad(where, "not a list", "a list", type(value).__name__)
-    return value
-
-
-def _texts(table: dict[str, Any], where: str) -> dict[str, str]:
-    for key, value in table.items():
-        if not isinstance(value, str):
-            raise _bad(f"{where}.{key}", "not a text", "a text", value)
-    return table
-
-
-def _needs(table: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
-    missing = [key for key in keys if key not in table]
-    if missing:
-        raise _bad(where, "missing key", ", ".join(keys), "none of " + ", ".join(missing))
-
-
-def _only(data: dict[str, Any], allowed: frozenset[str], where: str) -> None:
-    unknown = sorted(set(data) - allowed)
-    if unknown:
-        raise _bad(where, "unknown key", ", ".join(sorted(allowed)), ", ".join(unknown))
-
-
-def _bad(where: str, what: str, expected: str, found: object) -> RecipeError:
-    return RecipeError(Problem(where=f"recipe {where}", what=what, expected=expected, found=str(found)))

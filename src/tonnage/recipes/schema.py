@@ -16,6 +16,13 @@
     [vllm]                                 # what an engine does differently, by the same patterns
     [vllm.fused]                           # rules of its fused modules, by their names
 
+    [[cache]]                              # what its layers keep between steps
+    keeps = "attention"                    # attention, latent, indexer, compressed or state: memory/cache.py
+    layers = "{layer}"                     # index whose values are the layers; optional
+    when = "full"                          # condition for a layer to keep it; optional
+    draft = true                           # only a draft model runs these layers; optional
+    heads = "kv_heads"                     # numbers by the names in CACHE_KEYS
+
     [[include]]                            # another recipe as a part of this one
     recipe = "llama"
     names = { model = "language_model.model." }
@@ -30,12 +37,11 @@ list of expressions on the split axis means parts that are cut one by one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from tonnage.recipes.expressions import Expression
 
 Split = Literal["column", "row", "vocab", "replicated"]
@@ -134,6 +140,7 @@ class EngineRule:
         whole_if: Every rank holds the module whole where this is true.
         absent_if: The engine holds nothing for the module where this is true.
         dtype: It holds the tensor in this dtype; a quantised weight is held plain, without scales.
+        dtype_if: Condition for that, where it is not so always.
         held: It holds this many elements per rank.
         copies: It holds its part this many times.
         slice_size: Elements of the split axis it holds per rank, zero-filled where that is more than the slice.
@@ -146,6 +153,7 @@ class EngineRule:
     whole_if: Expression | None = None
     absent_if: Expression | None = None
     dtype: str = ""
+    dtype_if: Expression | None = None
     held: Expression | None = None
     copies: Expression | None = None
     slice_size: Expression | None = None
@@ -178,6 +186,43 @@ class EngineRules:
     every: EngineRule | None = None
 
 
+CacheKind = Literal["attention", "latent", "indexer", "compressed", "state"]
+
+CACHE_KEYS: Mapping[CacheKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "attention": (("heads", "key"), ("value", "window", "chunk")),
+    "latent": (("rank", "rope"), ("sparse", "window")),
+    "indexer": (("key",), ("scaled",)),
+    "compressed": (("key", "rope", "window"), ("ratio", "index")),
+    "state": (("kind",), ("heads", "key", "value", "conv", "conv_units", "replicas", "kernel", "dtype")),
+}
+"""Keys of every kind of cache beside ``keeps``, ``layers``, ``when``, ``draft``: those it must have, those it may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRule:
+    """One ``[[cache]]``: what some layers keep; the attributes of :mod:`tonnage.memory.cache` by shorter names.
+
+    Attributes:
+        keeps: Kind of cache.
+        index: Index whose values are the layers.
+        when: Condition for a layer to keep it; may use ``layer``.
+        sizes: Numbers and conditions by their keys.
+        conv: Channels of a state's convolution, as one or several parts.
+        replicas: For every part of the convolution, whether several ranks may hold its units.
+        kind: Which recurrence a state is of.
+        draft: It belongs to layers that only a draft model runs.
+    """
+
+    keeps: CacheKind
+    index: str
+    when: Expression | None = None
+    sizes: Mapping[str, Expression]
+    conv: tuple[Extent, ...] = ()
+    replicas: tuple[bool, ...] = ()
+    kind: str = ""
+    draft: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
     """The rules of one recipe file under one scope of the config.
@@ -190,6 +235,7 @@ class Section:
         lets: Named expressions in order.
         indices: Extent of every index its patterns use.
         rules: Its modules.
+        caches: What its layers keep.
         engines: Exceptions by engine name.
     """
 
@@ -200,6 +246,7 @@ class Section:
     lets: tuple[tuple[str, Expression], ...]
     indices: Mapping[str, IndexRule]
     rules: tuple[Rule, ...]
+    caches: tuple[CacheRule, ...] = ()
     engines: Mapping[str, EngineRules]
 
 

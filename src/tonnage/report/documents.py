@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from tonnage.api import Checkpoint, PlanRequest
     from tonnage.inspection import Inspection, Sum
     from tonnage.plan import LedgerLine, Plan
-    from tonnage.profile import Profile
 
 PLAN_SCHEMA = "tonnage.plan/1"
 INSPECT_SCHEMA = "tonnage.inspect/1"
 
 
 def plan_document(
-    checkpoint: Checkpoint, request: PlanRequest, plan: Plan, profile: Profile, suggestions: Sequence[str]
+    checkpoint: Checkpoint, request: PlanRequest, plan: Plan, suggestions: Sequence[str]
 ) -> dict[str, Any]:
-    """Return ``plan --json``. Cache fields are empty until a cache is part of the plan."""
+    """Return ``plan --json``. Cache fields are empty where no profile is served."""
+    profile = request.profile
     return {
         "schema": PLAN_SCHEMA,
         "checkpoint": {"name": checkpoint.name, "digest": checkpoint.digest, "family": checkpoint.family},
@@ -41,7 +41,9 @@ def plan_document(
                 "lines": [_line(line) for line in ledger.lines],
                 "weights_bytes": ledger.weights_bytes,
                 "fixed_bytes": ledger.fixed_bytes,
-                "cache_bytes": 0,
+                "expected_bytes": ledger.expected_bytes,
+                "cache_bytes": ledger.cache_bytes,
+                "loading_bytes": ledger.loading_bytes,
                 "spare_bytes": plan.spare_bytes(ledger.rank),
             }
             for ledger in plan.ranks
@@ -56,8 +58,29 @@ def plan_document(
             {"kind": remark.kind, "role": remark.role, "nbytes": remark.nbytes, "why": remark.why}
             for remark in plan.remarks
         ],
-        "cache": {"bytes_per_token_per_rank": None, "capacity_tokens": None},
+        "cache": cache_document(plan),
         "numerics": numerics(plan),
+    }
+
+
+def cache_document(plan: Plan) -> dict[str, Any]:
+    """Return what the cache takes and holds: of the rank that needs most of it, and over all ranks."""
+    served = [ledger.service for ledger in plan.ranks if ledger.service and ledger.service.cache]
+    service = max(served, key=lambda one: one.cache_bytes, default=None)
+    cache = service.cache if service else None
+    basis, source = service.cache_basis if service else (None, None)
+    return {
+        "bytes_per_token_per_rank": cache.bytes_per_token if cache else None,
+        "state_bytes_per_request": cache.state_bytes_per_request if cache else None,
+        "concurrency": service.concurrency if service else None,
+        "context_tokens": service.context_tokens if service else None,
+        "given_bytes": plan.kv_bytes,
+        "capacity_tokens": plan.capacity_tokens(),
+        "expected_capacity_tokens": plan.capacity_tokens(expected=True),
+        "shared_capacity_tokens": plan.capacity_tokens(shared=True),
+        "expected_shared_capacity_tokens": plan.capacity_tokens(expected=True, shared=True),
+        "basis": basis if cache else None,
+        "source": source if cache else None,
     }
 
 

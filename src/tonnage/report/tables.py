@@ -8,6 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tonnage.report.documents import cache_document
 from tonnage.units import MIB, gib, unit_for
 
 if TYPE_CHECKING:
@@ -50,9 +51,10 @@ def plan_table(checkpoint: Checkpoint, request: PlanRequest, plan: Plan, suggest
         if size > 1 or name == "tp"
     )
     title = f"{checkpoint.name} ({checkpoint.family}) · {topology} · {request.engine} · {request.estimator}"
-    parts: list[RenderableType] = [Text(title, style="bold"), _ledger(plan.ranks[plan.binding_rank])]
+    parts: list[RenderableType] = [Text(title, style="bold"), _ledger(plan.ranks[plan.binding_rank], plan.kv_bytes)]
     if len(plan.ranks) > 1:
         parts.append(Text(_spread(plan)))
+    parts += _cache(plan)
     parts += [_remarks(plan, kind) for kind in dict.fromkeys(remark.kind for remark in plan.remarks)]
     parts += [Text(note, style="dim") for note in (*plan.notes, *plan.pessimism)]
     parts.append(_verdict(plan, suggestions))
@@ -98,7 +100,7 @@ def gpus_table(rows: Sequence[tuple[Gpu, int, str]]) -> RenderableType:
     return table
 
 
-def _ledger(ledger: RankLedger) -> Table:
+def _ledger(ledger: RankLedger, kv_bytes: int | None) -> Table:
     unit, short = unit_for(ledger.fixed_bytes)
     table = new_table(f"rank {ledger.rank}", "bytes", unit, "basis", "source")
     for line in ledger.lines:
@@ -108,7 +110,34 @@ def _ledger(ledger: RankLedger) -> Table:
     table.add_section()
     add_row(table, "weights", f"{ledger.weights_bytes:,}", short(ledger.weights_bytes), "", "")
     add_row(table, "fixed", f"{ledger.fixed_bytes:,}", short(ledger.fixed_bytes), "", "")
+    if ledger.service is not None:
+        served = f"{ledger.service.concurrency} x {ledger.service.context_tokens:,} tokens"
+        basis, layout = ledger.service.cache_basis
+        source = f"{served}; {layout}" if layout else served
+        add_row(table, "cache", f"{ledger.cache_bytes:,}", short(ledger.cache_bytes), basis, source)
+        if kv_bytes is not None:
+            add_row(table, "  given", f"{kv_bytes:,}", short(kv_bytes), "exact", "--kv-bytes")
     return table
+
+
+def _cache(plan: Plan) -> list[Text]:
+    """Say what a token takes, and how many there is room for."""
+    facts = cache_document(plan)
+    if facts["bytes_per_token_per_rank"] is None:
+        return []
+    text = f"cache: {facts['bytes_per_token_per_rank']:,} bytes per token and rank"
+    if facts["state_bytes_per_request"]:
+        text += f", {facts['state_bytes_per_request']:,} bytes of state per request and rank"
+    requests = "1 request" if facts["concurrency"] == 1 else f"{facts['concurrency']} requests"
+    counts = [
+        f"{facts[key]:,} tokens{how}, expected {facts[f'expected_{key}']:,}"
+        for key, how in (
+            ("shared_capacity_tokens", f" beside the states of {requests}"),
+            ("capacity_tokens", " in requests of that length"),
+        )
+        if facts[key] is not None
+    ]
+    return [Text("; room for ".join([text, *counts]))]
 
 
 def _remarks(plan: Plan, kind: str) -> RenderableType:
@@ -153,14 +182,17 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def _verdict(plan: Plan, suggestions: Sequence[str]) -> Text:
     spare = plan.spare_bytes(plan.binding_rank)
-    if plan.supply is None or spare is None:
+    supply = ""
+    if plan.supply is not None and spare is not None:
+        unit, short = unit_for(plan.supply.nbytes)
+        supply = f"supply {short(plan.supply.nbytes)} {unit} ({plan.supply.basis}: {plan.supply.source})"
+        if plan.fits:
+            return Text(f"FITS: spare {short(spare)} {unit} on rank {plan.binding_rank}, {supply}", style="bold green")
+    if plan.fits is None:
         return Text("no --gpu or --supply given, so no verdict")
-    unit, short = unit_for(plan.supply.nbytes)
-    supply = f"supply {short(plan.supply.nbytes)} {unit} ({plan.supply.basis}: {plan.supply.source})"
-    if spare >= 0:
-        return Text(f"FITS: spare {short(spare)} {unit} on rank {plan.binding_rank}, {supply}", style="bold green")
     text = Text("REFUSED: " + "\n".join(plan.reasons), style="bold red")
-    text.append(f"\n{supply}", style="not bold")
+    if supply:
+        text.append(f"\n{supply}", style="not bold")
     if suggestions:
         text.append("\nwould fit with: " + ", or ".join(suggestions), style="not bold")
     return text

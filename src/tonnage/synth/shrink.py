@@ -27,13 +27,17 @@ LARGEST: Mapping[str, int] = {
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 16),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 128),
     **dict.fromkeys(
-        ("hidden_size", "routed_expert_hidden_size", "moe_latent_size", "text_hidden_size", "out_hidden_size"), 512
+        (
+            "hidden_size", "routed_expert_hidden_size", "moe_latent_size", "text_hidden_size", "out_hidden_size",
+            "word_embed_proj_dim",
+        ),
+        512,
     ),
     **dict.fromkeys(
         (
             "intermediate_size", "intermediate_size_mlp", "dense_intermediate_size", "moe_intermediate_size",
             "shared_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
-            "vocab_size", "vocab_size_per_layer_input",
+            "vocab_size", "vocab_size_per_layer_input", "ffn_dim",
         ),
         1024,
     ),

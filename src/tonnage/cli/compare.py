@@ -1,0 +1,47 @@
+"""``tonnage compare``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tonnage.cli.options import Json, emit, emit_json, note
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint, package or prepared directory: the reference.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The same model in another form.")],
+    end_to_end: Annotated[
+        bool,
+        typer.Option("--end-to-end", help="Also run both on the CPU (extra torch): perplexity, divergence, agreement."),
+    ] = False,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="End to end with these prompts, one to a line.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say how far two forms of one model are apart.
+
+    Example: tonnage compare checkpoint prepared --json
+    """
+    from tonnage.compare.comparison import compare_models, comparison_document
+    from tonnage.compare.model import open_model
+    from tonnage.compare.texts import read_prompts, shipped_prompts
+
+    asked = read_prompts(prompts) if prompts is not None else shipped_prompts()
+    answers = None
+    with open_model(a) as one, open_model(b) as other:
+        comparison = compare_models(one, other)
+        if end_to_end or prompts is not None:
+            from tonnage.compare.end_to_end import compare_answers
+
+            answers = compare_answers(one, other, asked, note)
+    if as_json:
+        emit_json(comparison_document(comparison, answers))
+    else:
+        from tonnage.report.compared import comparison_table
+        from tonnage.report.tables import render
+
+        emit(render(comparison_table(comparison, answers)))

@@ -1,0 +1,81 @@
+"""The request of a plan from the options that plan, fit and flags share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tonnage.api import Convert, PlanRequest, open_checkpoint
+from tonnage.cli.supplies import ask_supply
+from tonnage.errors import Problem, UnitError
+from tonnage.memory.cache_dtypes import engine_kv_dtype
+from tonnage.profile import parse_profile
+from tonnage.units import parse_size
+
+if TYPE_CHECKING:
+    from tonnage.draft import DraftMethod
+    from tonnage.topology import Engine
+
+
+def plan_request(
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    pp: int = 1,
+    dcp: int = 1,
+    engine: Engine,
+    gpu: str | None,
+    supply: str | None,
+    free: str | None = None,
+    utilization: str | None = None,
+    reserve: str = "0",
+    profile: str | None,
+    context: int | None,
+    kv_dtype: str | None,
+    kv_bytes: str | None = None,
+    engine_version: str | None = None,
+    eager: bool = False,
+    draft: str | None = None,
+    draft_bytes: str = "0",
+    draft_method: DraftMethod | None = None,
+    draft_tokens: int | None = None,
+    convert: Convert = "none",
+    ranks: int | None = None,
+) -> PlanRequest:
+    """Return the request; every argument is an option as it was typed.
+
+    Raises:
+        TonnageError: An option cannot be read, or contradicts another.
+    """
+    if utilization is not None and engine in ("sglang", "exllamav3"):
+        raise UnitError(
+            Problem(
+                where="--utilization",
+                what="the share that vLLM is started with",
+                expected="--engine vllm",
+                found=engine,
+            )
+        )
+    asked = ask_supply(gpu=gpu, supply=supply, free=free, utilization=utilization, ranks=ranks or tp * pp)
+    request = PlanRequest(
+        tp=tp,
+        ep=ep,
+        pp=pp,
+        dcp=dcp,
+        engine=engine,
+        supply=asked.supply,
+        gpu=asked.gpu,
+        context_held=asked.context_held,
+        reserve_bytes=parse_size(reserve, where="--reserve"),
+        convert=convert,
+        profile=parse_profile(profile, context_tokens=context, kv_dtype=kv_dtype),
+        version=engine_version,
+        kv_bytes=parse_size(kv_bytes, where="--kv-bytes") if kv_bytes is not None else None,
+        eager=eager,
+        draft=open_checkpoint(draft, draft_method=draft_method or "") if draft is not None else None,
+        draft_bytes=parse_size(draft_bytes, where="--draft-bytes"),
+        draft_method=draft_method,
+        draft_tokens=draft_tokens,
+    )
+    if kv_dtype is not None and not request.serves:
+        engine_kv_dtype(kv_dtype, ())  # used by nothing, and yet no word that means nothing
+    return request

@@ -1,0 +1,1 @@
+"""What an engine's own start-up log says it holds, as integers, beside the plan's lines."""

@@ -1,0 +1,202 @@
+"""Reading a log in blocks, and a plan document: the only module of this package that opens files."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tonnage.checkpoint.io import read_bytes
+from tonnage.checkpoint.strict_json import parse_object
+from tonnage.errors import ObservationError, Problem
+from tonnage.observe.compare import Comparison, PlanDocument, compare, topology_mismatch
+from tonnage.observe.reader import MARKERS, LogReader, Observation
+from tonnage.observe.scan import LONGEST_LINE, lines_with
+
+PLAN_SCHEMA = "tonnage.plan/1"
+PLAN_LIMIT_BYTES = 64 << 20
+_BLOCK_BYTES = 1 << 20
+_UTF16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFile:
+    """Which bytes were read.
+
+    Attributes:
+        nbytes: How many.
+        sha256: Their digest.
+    """
+
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """A log that was read, and a plan it was held against.
+
+    Attributes:
+        observation: What the log says.
+        log: Which bytes it was.
+        plan: The plan, if one was given.
+        comparisons: Every measured figure the plan has lines for.
+    """
+
+    observation: Observation
+    log: LogFile
+    plan: PlanDocument | None = None
+    comparisons: tuple[Comparison, ...] = ()
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether a measured figure is over the plan's bound for it."""
+        return any(one.exceeds for one in self.comparisons)
+
+
+def observe_log(path: str, plan_path: Path | None = None) -> Observed:
+    """Return what a log says, beside a plan document if one is given.
+
+    Raises:
+        ObservationError: One of them cannot be used, or the plan is for another number of ranks than the log.
+    """
+    plan = None if plan_path is None else read_plan(plan_path)
+    observation, log = read_log(path)
+    if plan is None:
+        return Observed(observation=observation, log=log)
+    if plan.engine not in ("", "split", observation.engine):
+        what = "the log is of another engine than the plan"
+        raise ObservationError(Problem(where=path, what=what, expected=plan.engine, found=observation.engine))
+    mismatch = topology_mismatch(observation, plan)
+    if mismatch is not None:
+        axis, planned, found = mismatch
+        what = f"the log is of another {axis} than the plan"
+        raise ObservationError(Problem(where=path, what=what, expected=str(planned), found=str(found)))
+    return Observed(observation=observation, log=log, plan=plan, comparisons=compare(observation, plan))
+
+
+def read_log(path: str) -> tuple[Observation, LogFile]:
+    """Return what a log says, in memory that does not grow with it. ``-`` is standard input.
+
+    Raises:
+        ObservationError: The file cannot be read, or holds no line of a known engine.
+    """
+    digest, nbytes = hashlib.sha256(), 0
+
+    def counted(descriptor: int) -> Iterator[bytes]:
+        nonlocal nbytes
+        while raw := os.read(descriptor, _BLOCK_BYTES):
+            digest.update(raw)
+            nbytes += len(raw)
+            yield raw
+
+    with _opened(path) as descriptor:
+        observation = observe_blocks(counted(descriptor))
+    if observation is None:
+        raise ObservationError(
+            Problem(
+                where=path, what="no line of a known engine", expected="a start-up log of vLLM, SGLang or exllamav3"
+            )
+        )
+    return observation, LogFile(nbytes=nbytes, sha256=digest.hexdigest())
+
+
+def observe_blocks(blocks: Iterator[bytes]) -> Observation | None:
+    """Return what a log says that comes in blocks of any size; nothing if no line of a known engine is in it."""
+    reader = LogReader()
+    for block in whole_lines(as_utf8(blocks)):
+        for line in lines_with(block, MARKERS):
+            reader.feed(line)
+    return reader.finish()
+
+
+def as_utf8(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield blocks as UTF-8: a log that begins with a mark of UTF-16, as a Windows shell writes it, is converted."""
+    first = b""
+    while len(first) < len(codecs.BOM_UTF16_LE) and (more := next(blocks, b"")):
+        first += more
+    encoding = _UTF16.get(first[:2])
+    if encoding is None:
+        yield first
+        yield from blocks
+        return
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    yield decoder.decode(first[2:]).encode("utf-8", "replace")
+    for block in blocks:
+        yield decoder.decode(block).encode("utf-8", "replace")
+
+
+def whole_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield blocks cut at line ends; of a line longer than is read, only its beginning."""
+    kept, skipping = b"", False
+    for block in blocks:
+        data = kept + block
+        if skipping:
+            end = _first_end(data)
+            if end < 0:
+                kept = b""
+                continue
+            data, skipping = data[end:], False
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        yield data[:end]
+        kept = data[end:]
+        if len(kept) > LONGEST_LINE:
+            yield kept[:LONGEST_LINE]
+            kept, skipping = b"", True
+    yield kept
+
+
+def _first_end(data: bytes) -> int:
+    ends = [end for end in (data.find(b"\n"), data.find(b"\r")) if end >= 0]
+    return min(ends, default=-1)
+
+
+def read_plan(path: Path) -> PlanDocument:
+    """Return what is used of a plan document.
+
+    Raises:
+        ObservationError: It cannot be read, is no JSON object, is of another schema, or lacks what is used.
+    """
+    raw = read_bytes(path, limit_bytes=PLAN_LIMIT_BYTES, kind=ObservationError)
+    document = parse_object(raw, where=str(path), kind=ObservationError)
+    schema = document.get("schema")
+    if schema != PLAN_SCHEMA:
+        found = schema if isinstance(schema, str) else "none"
+        raise ObservationError(Problem(where=str(path), what="not a plan", expected=PLAN_SCHEMA, found=found))
+    try:
+        plan = msgspec.convert(document, type=PlanDocument, strict=True)
+    except msgspec.ValidationError as error:
+        raise ObservationError(Problem(where=str(path), what="not a plan", found=str(error))) from error
+    if not plan.ranks:
+        raise ObservationError(Problem(where=str(path), what="a plan without ranks"))
+    return plan
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """Open a log, or yield standard input; a pipe in the file system is not opened, as it may never speak."""
+    if path == "-":
+        yield sys.stdin.fileno()
+        return
+    try:
+        regular = stat.S_ISREG(Path(path).stat().st_mode)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY) if regular else -1
+    except (OSError, ValueError) as error:
+        found = error.strerror if isinstance(error, OSError) else str(error)
+        raise ObservationError(Problem(where=path, what="cannot be read", found=found)) from error
+    if descriptor < 0:
+        raise ObservationError(
+            Problem(where=path, what="not a regular file", expected="a regular file, or - to read a pipe")
+        )
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""EXL3 experts of all ranks in one checkpoint, under names that say whose they are."""

@@ -1,0 +1,175 @@
+"""``plan`` of a profile, ``fit`` and ``flags``: output, JSON and exit codes; in this process, to be fast."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tonnage.cli import main
+
+DENSE = "tests/data/configs/Qwen__Qwen3-8B.json"
+MTP = "tests/data/configs/Qwen__Qwen3.5-27B.json"
+EAGLE = ("tests/data/configs/meta-llama__Llama-3.1-8B-Instruct.json", "tests/data/drafts/llama3-8B-eagle3.json")
+SERVED = ("--profile", "c4-p8192", "--context", "32768")
+
+
+@pytest.fixture
+def tonnage(capsys, monkeypatch):
+    monkeypatch.setattr("tonnage.cli.signal.signal", lambda *_: None)
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["tonnage", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        printed = capsys.readouterr()
+        return subprocess.CompletedProcess(words, stopped.value.code or 0, printed.out, printed.err)
+
+    return run
+
+
+def test_plan_of_a_profile_names_every_reason_and_the_room(tonnage):
+    done = tonnage("plan", DENSE, "--engine", "vllm", *SERVED, "--gpu", "H100 80GB", "--engine-version", "0.33.0")
+    assert done.returncode == 0, done.stderr
+    for word in ("engine.rotary", "runtime.context", "runtime.graphs", "workspace.activation", "4 x 32,768 tokens",
+                 "cache: 147,456 bytes per token and rank; room for", "FITS: spare"):  # fmt: skip
+        assert word in done.stdout
+
+
+def test_plan_json_gives_the_cache_and_what_every_rank_needs(tonnage):
+    done = tonnage("plan", DENSE, "--engine", "vllm", "--tp", "2", *SERVED, "--supply", "60GiB", "--json")
+    plan = json.loads(done.stdout)
+    assert (done.returncode, plan["fits"], plan["reasons"]) == (0, True, [])
+    assert plan["cache"]["bytes_per_token_per_rank"] == 73_728
+    assert plan["cache"]["concurrency"] == 4
+    assert plan["cache"]["capacity_tokens"] <= plan["cache"]["expected_capacity_tokens"]
+    for rank in plan["ranks"]:
+        assert rank["cache_bytes"] == (4 * 32768 // 16 + 1) * 16 * 73_728
+        assert rank["spare_bytes"] == 60 * 2**30 - rank["fixed_bytes"] - rank["cache_bytes"]
+        assert rank["expected_bytes"] <= rank["fixed_bytes"]
+        assert rank["loading_bytes"] >= rank["weights_bytes"]
+
+
+def test_asked_cache_is_the_one_judged(tonnage):
+    words = ("plan", DENSE, "--engine", "vllm", *SERVED, "--json")
+    enough = tonnage(*words, "--supply", "60GiB", "--kv-bytes", "30GiB")
+    assert enough.returncode == 0
+    assert json.loads(enough.stdout)["cache"]["given_bytes"] == 30 * 2**30
+    assert json.loads(enough.stdout)["cache"]["capacity_tokens"] == 30 * 2**30 // (16 * 147_456) * 16
+    short = tonnage(*words, "--kv-bytes", "2GiB")
+    assert (short.returncode, json.loads(short.stdout)["fits"]) == (3, False)
+    assert "needs 18.002 GiB > 2.000 GiB (--kv-bytes)" in json.loads(short.stdout)["reasons"][0]
+
+
+def test_share_of_a_gpu_is_beside_the_context_and_may_not_be_free(tonnage):
+    words = ("plan", DENSE, "--engine", "vllm", *SERVED, "--gpu", "h100", "--utilization")
+    share = tonnage(*words, "0.9", "--json")
+    plan = json.loads(share.stdout)
+    assert share.returncode == 0
+    assert plan["supply_bytes"] == -(-81_090 * 2**20 * 9 // 10)
+    assert not any(line["component"] == "runtime.context" for line in plan["ranks"][0]["lines"])
+    whole = tonnage(*words, "1.0")
+    assert whole.returncode == 3
+    assert "REFUSED: the engine does not start" in whole.stdout
+    most = whole.stdout.split("at most --utilization ")[1].split()[0]
+    assert tonnage(*words, most).returncode == 0
+    assert tonnage(*words, f"{float(most) + 0.0001:.4f}").returncode == 3
+
+
+def test_share_is_vllms(tonnage):
+    done = tonnage("plan", DENSE, "--engine", "sglang", *SERVED, "--gpu", "h100", "--utilization", "0.9")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("tonnage: --utilization: the share that vLLM is started with")
+
+
+def test_plan_that_fits_serving_but_not_loading_says_so_and_is_refused(tonnage):
+    words = ("plan", "tests/data/configs/deepseek-ai__DeepSeek-V3.json", "--engine", "vllm", "--profile", "c1-p512",
+             "--context", "512", "--eager")  # fmt: skip
+    rank = json.loads(tonnage(*words, "--json").stdout)["ranks"][0]
+    serving = rank["fixed_bytes"] + rank["cache_bytes"]
+    done = tonnage(*words, "--supply", str(serving))
+    assert rank["loading_bytes"] > serving
+    assert done.returncode == 3
+    assert "REFUSED: fits serving, does not fit while loading" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        ((MTP, "--draft-method", "mtp", "--draft-tokens", "3"), {"draft.weights", "draft.graphs", "draft.buffers"}),
+        ((EAGLE[0], "--draft", EAGLE[1], "--draft-tokens", "3"), {"draft.weights", "draft.head", "workspace.draft"}),
+        ((DENSE, "--draft-method", "ngram", "--draft-tokens", "3"), set()),
+    ],
+)
+def test_draft_is_its_own_lines(tonnage, words, lines):
+    plain = json.loads(tonnage("plan", words[0], "--engine", "vllm", *SERVED, "--json").stdout)["ranks"][0]
+    done = tonnage("plan", *words, "--engine", "vllm", *SERVED, "--json")
+    assert done.returncode == 0, done.stderr
+    rank = json.loads(done.stdout)["ranks"][0]
+    assert lines <= {line["component"] for line in rank["lines"]}
+    assert rank["weights_bytes"] == plain["weights_bytes"]
+    assert rank["fixed_bytes"] > plain["fixed_bytes"]
+    assert (rank["cache_bytes"] > plain["cache_bytes"]) is bool(lines)
+
+
+def test_what_changes_nothing_without_a_profile_is_said(tonnage):
+    done = tonnage("plan", DENSE, "--engine", "vllm", "--draft-method", "ngram", "--eager", "--json")
+    assert "--draft-method, --eager change nothing" in " ".join(json.loads(done.stdout)["notes"])
+
+
+def test_fit_is_a_table_of_ways(tonnage):
+    done = tonnage("fit", DENSE, "--gpu", "rtx-3090", "--gpus", "4", "--profile", "c2-p2048", "--context", "16384")
+    assert done.returncode == 0
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert [row[:3] for row in rows] == [["1", "1", "yes"], ["2", "1", "yes"], ["4", "1", "yes"]]
+    assert "longest context" in done.stdout.splitlines()[1]
+
+
+def test_fit_json_agrees_with_plan(tonnage):
+    options = ("--engine", "sglang", "--supply", "24GiB", "--profile", "c2-p2048", "--context", "16384")
+    done = tonnage("fit", DENSE, *options, "--gpus", "2", "--json")
+    found = json.loads(done.stdout)
+    assert found["schema"] == "tonnage.fit/1"
+    for way in found["ways"]:
+        plan = json.loads(tonnage("plan", DENSE, *options, "--tp", way["tp"], "--json").stdout)
+        rank = plan["ranks"][plan["binding_rank"]]
+        assert (way["fits"], way["spare_bytes"], way["cache"]) == (plan["fits"], rank["spare_bytes"], plan["cache"])
+    assert found["best"] == max(found["ways"], key=lambda way: way["longest_context"])
+
+
+def test_fit_where_nothing_fits_exits_3(tonnage):
+    assert tonnage("fit", DENSE, "--supply", "2GiB", "--gpus", "2").returncode == 3
+    asked = tonnage("fit", DENSE, "--gpus", "2")
+    assert (asked.returncode, asked.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("engine", "starts", "words"),
+    [
+        ("vllm", "vllm serve", ("--kv-cache-memory-bytes", "--max-num-seqs 4", "--max-model-len 32768")),
+        ("sglang", "python", ("--max-total-tokens", "--mem-fraction-static", "--context-length 32768")),
+        ("exllamav3", "python", ()),
+    ],
+)
+def test_flags_print_the_command_of_a_plan_that_fits(tonnage, engine, starts, words):
+    done = tonnage("flags", DENSE, "--engine", engine, *SERVED, "--gpu", "h100", "--model", "Qwen/Qwen3-8B")
+    assert done.returncode == 0, done.stderr
+    command = done.stdout.splitlines()[-1]
+    assert command.startswith(starts)
+    assert all(word in command for word in words)
+
+
+def test_flags_of_a_plan_that_does_not_fit_are_none(tonnage):
+    done = tonnage("flags", DENSE, "--engine", "vllm", *SERVED, "--supply", "20GiB")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith("does not fit: rank 0 needs ")
+
+
+def test_flags_give_the_cache_what_the_plan_has_left(tonnage):
+    words = (DENSE, "--engine", "vllm", *SERVED, "--supply", "60GiB")
+    flags = json.loads(tonnage("flags", *words, "--model", "m", "--json").stdout)
+    rank = json.loads(tonnage("plan", *words, "--json").stdout)["ranks"][0]
+    given = flags["words"][flags["words"].index("--kv-cache-memory-bytes") + 1]
+    assert int(given) == 60 * 2**30 - rank["fixed_bytes"]
