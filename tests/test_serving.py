@@ -249,7 +249,7 @@ def test_what_a_profile_needs_has_room_for_it(case: tuple[str, str], c: int, con
 
 
 def test_gpt_oss_captures_1024_whatever_the_concurrency() -> None:
-    """vLLM 0.19 on an H100 logged 1.84 GiB for 83 sizes up to 1024 (public log gpt-oss-20b-vllm-tp1-041)."""
+    """VLLM 0.19 on an H100 logged 1.84 GiB for 83 sizes up to 1024 (public log gpt-oss-20b-vllm-tp1-041)."""
     for concurrency in (4, 1024):
         plan = planned(
             "openai__gpt-oss-20b", profile=(concurrency, 8192, 32768), version="0.19.0", gpu=find_gpu("h100")
