@@ -142,6 +142,7 @@ UNUSABLE = {
     "unknown gpu": (("plan", K3, "--gpu", "rtx-9090"), "rtx-9090"),
     "supply without sense": (("plan", K3, "--supply", "lots"), "'lots'"),
     "supply and free": (("plan", K3, "--free", "all", "--supply", "80GiB"), "both given"),
+    "no release": (("plan", K3, "--engine-version", "garbage"), "--engine-version: no release"),
     "a share of nothing": (("plan", K3, "--utilization", "0.9"), "a share of what is not said"),
     "a share beyond the whole": (("plan", K3, "--gpu", "h100", "--utilization", "1.1"), "at most 1"),
     "profile without sense": (("plan", K3, "--profile", "big"), "'big'"),

@@ -8,6 +8,7 @@ from tonnage.api import Convert, PlanRequest, open_checkpoint
 from tonnage.cli.supplies import ask_supply
 from tonnage.errors import Problem, UnitError
 from tonnage.memory.cache_dtypes import engine_kv_dtype
+from tonnage.memory.workspace_shape import parse_release
 from tonnage.profile import parse_profile
 from tonnage.units import parse_size
 
@@ -76,6 +77,9 @@ def plan_request(
         draft_method=draft_method,
         draft_tokens=draft_tokens,
     )
+    if engine_version is not None and parse_release(engine_version) is None:
+        expected = "a release such as 0.33.0; leave it out for builds without one"
+        raise UnitError(Problem(where="--engine-version", what="no release", expected=expected, found=engine_version))
     if kv_dtype is not None and not request.serves:
         engine_kv_dtype(kv_dtype, ())  # used by nothing, and yet no word that means nothing
     return request
