@@ -30,7 +30,6 @@ from tonnage.api import PlanRequest, open_checkpoint, plan_checkpoint
 from tonnage.checkpoint.config import parse_config
 from tonnage.prepare.request import PrepareOptions, prepare_placement
 from tonnage.prepare.run import run_preparation
-from tonnage.profile import Profile
 from tonnage.report.documents import plan_document
 from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
@@ -109,7 +108,7 @@ def make_package(scratch: Path, case: Case, layers: int, key: Path) -> Path:
         PrepareOptions(hash=case.hash, job_bytes=job_bytes, source_digests=False),  # type: ignore[arg-type]
         headers=checkpoint.headers,
         digest=checkpoint.digest,
-        plan=plan_document(checkpoint, request, plan, Profile(), suggestions=()),
+        plan=plan_document(checkpoint, request, plan, suggestions=()),
     )
     run_preparation(preparation, lambda _: None)
     subprocess.run([TONNAGE, "export", package, "--key", key], check=True, capture_output=True)  # noqa: S603
