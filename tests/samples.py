@@ -171,3 +171,9 @@ def certify(
         .add_extension(x509.KeyUsage(**dict.fromkeys(unused, False), **usage), critical=True)
         .sign(by, hashes.SHA256())
     )
+
+
+def file_contents(directory: Path) -> dict[str, bytes]:
+    """Return every file below a directory by path."""
+    found = (path for path in directory.rglob("*") if not path.is_dir())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in found}

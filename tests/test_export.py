@@ -18,7 +18,7 @@ from blake3 import blake3
 from cryptography.hazmat.primitives import serialization
 from typer.testing import CliRunner
 
-from samples import certify, prepare_small, write_key
+from samples import certify, file_contents, prepare_small, write_key
 from tonnage import open_rank
 from tonnage.cli import app
 from tonnage.errors import TonnageError
@@ -59,12 +59,6 @@ def prepared(place: Path, tmp_path: Path) -> Path:
     return shutil.copytree(place / "prepared", tmp_path / "prepared")
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    """Return every file by path."""
-    found = (path for path in directory.rglob("*") if not path.is_dir())
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in found}
-
-
 def edit(path: Path, change: Callable[[Any], object]) -> None:
     """Change a JSON file."""
     document = json.loads(path.read_bytes())
@@ -80,10 +74,10 @@ def planned(checkpoint: Path, *words: str) -> dict[str, Any]:
 
 def refused(directory: Path, signer: Signer, options: Options = OPTIONS, **more: Any) -> str:
     """Export in vain; nothing is changed by it."""
-    before = contents(directory)
+    before = file_contents(directory)
     with pytest.raises(TonnageError) as caught:
         export_package(directory, signer, options, **more)
-    assert contents(directory) == before
+    assert file_contents(directory) == before
     assert not (directory / ".prepare").exists() or ".prepare" in {path.split("/")[0] for path in before}
     return str(caught.value)
 
@@ -92,9 +86,9 @@ def refused(directory: Path, signer: Signer, options: Options = OPTIONS, **more:
 
 
 def test_package_is_what_was_prepared_with_three_documents_and_a_signature(prepared: Path, signer: Signer) -> None:
-    before = contents(prepared)
+    before = file_contents(prepared)
     exported = export_package(prepared, signer, OPTIONS)
-    after = contents(prepared)
+    after = file_contents(prepared)
     assert after.keys() == before.keys() - {"prepare.json"} | DOCUMENTS | {"model.sig"}
     assert all(after[path] == raw for path, raw in before.items() if path != "prepare.json")
     assert not (prepared / ".prepare").exists()
@@ -104,7 +98,7 @@ def test_package_is_what_was_prepared_with_three_documents_and_a_signature(prepa
 
 def test_manifest_and_signature_state_the_digest_of_every_file(place: Path, prepared: Path, signer: Signer) -> None:
     export_package(prepared, signer, OPTIONS)
-    after = contents(prepared)
+    after = file_contents(prepared)
     manifest = parse_manifest(after["manifest.json"])
     assert {file.path: (file.nbytes, file.digest, file.sha256) for file in manifest.files} == {
         path: (len(raw), blake3(raw).hexdigest(), sha256(raw).hexdigest())
@@ -180,7 +174,7 @@ def test_the_same_inputs_give_the_same_bytes(place: Path, tmp_path: Path, signer
     for name in ("one", "two"):
         output = prepare_small(tmp_path / "small", tmp_path / name, window_bytes=65536 * (1 + len(found)))
         export_package(output, signer, OPTIONS)
-        found.append(contents(output))
+        found.append(file_contents(output))
     assert found[0] == found[1]
 
 
@@ -289,9 +283,9 @@ def test_digests_that_are_not_on_record_are_taken_once_more(
     output = prepare_small(place / "small", tmp_path / "out", **how)
     edit(output / "prepare.json", forget_sha256)
     if not how:
-        said = f"no SHA-256 of {len(contents(output)) - 1} files on record; prepare again, or let export read"
+        said = f"no SHA-256 of {len(file_contents(output)) - 1} files on record; prepare again, or let export read"
         assert said in refused(output, signer)
-    nbytes = sum(map(len, contents(output).values())) - (output / "prepare.json").stat().st_size
+    nbytes = sum(map(len, file_contents(output).values())) - (output / "prepare.json").stat().st_size
     told: list[Any] = []
     exported = export_package(output, signer, Options(today="2026-11-30", hash=hash_name), on_progress=told.append)
     assert exported.reread_bytes == nbytes == told[-1].done_bytes == told[-1].total_bytes
@@ -359,7 +353,7 @@ def test_no_weight_is_read_again(place: Path, prepared: Path, tmp_path: Path) ->
         [sys.executable, "-c", COUNT, other, prepared, place / "key.pem"], capture_output=True, text=True, check=True
     )
     read, opened, mapped = done.stdout.split()
-    small = sum(len(raw) for path, raw in contents(prepared).items() if not path.endswith(".safetensors"))
+    small = sum(len(raw) for path, raw in file_contents(prepared).items() if not path.endswith(".safetensors"))
     most = headers + 2 * small + 65_536
     assert payload > 5 * most
     assert int(read) < most
@@ -379,10 +373,10 @@ def test_a_finished_package_is_left_alone(prepared: Path, signer: Signer) -> Non
 
 def test_a_finished_package_is_signed_with_another_key(place: Path, prepared: Path, signer: Signer) -> None:
     export_package(prepared, signer, OPTIONS)
-    before = contents(prepared)
+    before = file_contents(prepared)
     other = load_signer(Key(path=place / "other.pem"))
     assert export_package(prepared, other, OPTIONS).changed
-    after = contents(prepared)
+    after = file_contents(prepared)
     signed = read_signature(after.pop("model.sig"), PublicKey(path=place / "other.pub.pem"))
     assert signed == read_signature(before.pop("model.sig"), PublicKey(path=place / "key.pub.pem"))
     assert after == before
@@ -461,7 +455,7 @@ def test_an_export_that_ended_after_adding_goes_on(prepared: Path, signer: Signe
     (prepared / ".README.md.whole.partial").write_bytes(b"#")
     assert "README.md" in refused(prepared, signer)
     export_package(prepared, signer, options)
-    assert contents(prepared) == contents(whole)
+    assert file_contents(prepared) == file_contents(whole)
 
 
 @pytest.mark.parametrize("name", [
@@ -517,19 +511,19 @@ def test_a_package_comes_back_from_a_hub_as_it_was(place: Path, prepared: Path, 
 
 def test_prepare_refuses_a_package(place: Path, prepared: Path, signer: Signer) -> None:
     export_package(prepared, signer, OPTIONS)
-    before = contents(prepared)
+    before = file_contents(prepared)
     for more in ([], ["--force"]):
         words = ["prepare", str(place / "small"), "--tp", "2", "--convert", "mxfp8", "-o", str(prepared), *more]
         done = CliRunner().invoke(app, words)
         assert "a finished package" in str(done.exception)
-    assert contents(prepared) == before
+    assert file_contents(prepared) == before
 
 
 def test_prepare_takes_what_an_interrupted_export_left_for_its_own(
     place: Path, prepared: Path, signer: Signer, tonnage: Tonnage
 ) -> None:
     """Killed before ``prepare.json`` went: the documents are there, one more under a temporary name, and the lock."""
-    before = contents(prepared)
+    before = file_contents(prepared)
     package = shutil.copytree(prepared, prepared.with_name("package"))
     export_package(package, signer, OPTIONS)
     for name in DOCUMENTS:
@@ -544,10 +538,10 @@ def test_prepare_takes_what_an_interrupted_export_left_for_its_own(
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads(before["prepare.json"])
     assert "--force starts over" in tonnage(*words, "--hash", "sha256").stderr
-    assert contents(prepared).keys() >= DOCUMENTS
+    assert file_contents(prepared).keys() >= DOCUMENTS
     done = tonnage(*words, "--force")
     assert done.returncode == 0, done.stderr
-    after = contents(prepared)
+    after = file_contents(prepared)
     assert after.keys() == before.keys()
     assert all(after[path] == raw for path, raw in before.items() if path != "prepare.json")
 
@@ -810,7 +804,7 @@ def exported(*words: object) -> dict[str, Any]:
 def test_command_says_what_it_made(tonnage: Tonnage, place: Path, prepared: Path) -> None:
     words = ("--date", "2026-11-30", "--profile", "C4-P4096", "--draft-name", "eagle", "--draft-tokens", 3)
     document = exported(prepared, "--key", place / "key.pem", *words)
-    files = contents(prepared)
+    files = file_contents(prepared)
     assert document == {
         "schema": "tonnage.export/1",
         "path": str(prepared),
@@ -883,12 +877,12 @@ WORDS = {
 @pytest.mark.parametrize(("words", "said"), WORDS.values(), ids=WORDS)
 def test_command_refuses_in_one_line(place: Path, prepared: Path, words: list[str], said: str) -> None:
     paths = {"KEY": str(place / "key.pem"), "PUB": str(place / "key.pub.pem")}
-    before = contents(prepared)
+    before = file_contents(prepared)
     done = CliRunner().invoke(app, ["export", str(prepared), *(paths.get(word, word) for word in words)])
     assert isinstance(done.exception, TonnageError), done.output
     assert said in str(done.exception)
     assert len(done.exception.problems) == 1
-    assert contents(prepared) == before
+    assert file_contents(prepared) == before
 
 
 # --- killed, and out of room ------------------------------------------------------------------------------------------
@@ -975,7 +969,7 @@ except TonnageError as error:
 def test_without_room_it_stays_a_preparation_and_can_be_run_again(
     place: Path, prepared: Path, signer: Signer, name: str
 ) -> None:
-    before = contents(prepared)
+    before = file_contents(prepared)
     whole = export_package(shutil.copytree(prepared, prepared.with_name("whole")), signer, OPTIONS)
     if name == "model.sig":  # the smaller one: as if killed before it
         for document in DOCUMENTS:
@@ -984,7 +978,7 @@ def test_without_room_it_stays_a_preparation_and_can_be_run_again(
     words = [sys.executable, "-c", LIMITED, prepared, place / "key.pem", str(nbytes - 1)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert f"{name}: file too large for the limit of this process" in done.stdout
-    after = contents(prepared)
+    after = file_contents(prepared)
     assert after.keys() - DOCUMENTS == before.keys()
     export_package(prepared, signer, OPTIONS)
-    assert contents(prepared) == contents(whole.path)
+    assert file_contents(prepared) == file_contents(whole.path)

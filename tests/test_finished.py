@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from packages import sign_anew
-from samples import prepare_small, write_key
+from samples import file_contents, prepare_small, write_key
 from tonnage.errors import TonnageError
 from tonnage.export.io import export_package
 from tonnage.export.manifest import Manifest, manifest_bytes, parse_manifest
@@ -50,17 +50,12 @@ def package(place: Path, tmp_path: Path) -> Path:
     return shutil.copytree(place / "package", tmp_path / "package")
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    found = (path for path in directory.rglob("*") if not path.is_dir())
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in found}
-
-
 def refused(directory: Path, signer: Signer, into: Path | None = None) -> str:
     """Sign in vain; nothing is changed by it, in the directory or beside it."""
-    before = contents(directory.parent)
+    before = file_contents(directory.parent)
     with pytest.raises(TonnageError) as caught:
         export_package(directory, signer, OPTIONS, into=into)
-    assert contents(directory.parent) == before
+    assert file_contents(directory.parent) == before
     return str(caught.value)
 
 

@@ -7,17 +7,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tonnage.cli.options import (
+    ConvertTo,
+    Draft,
+    DraftBytes,
     DraftTokens,
     Eager,
     EngineVersion,
+    Free,
     GpuName,
     Json,
     KvBytes,
     KvDtype,
     Method,
     Pp,
+    Reserve,
     Source,
     SupplySize,
+    Utilization,
     emit,
     emit_json,
 )
@@ -48,22 +54,18 @@ def fit(
     ] = "vllm",
     gpu: GpuName = None,
     supply: SupplySize = None,
-    free: Annotated[str | None, typer.Option("--free", help="Free memory by the driver: all, or such as 0,2.")] = None,
-    utilization: Annotated[
-        str | None, typer.Option("--utilization", help="The share of the GPU that vLLM is started with, such as 0.92.")
-    ] = None,
-    reserve: Annotated[str, typer.Option("--reserve", help="Memory held per rank outside the plan.")] = "0",
+    free: Free = None,
+    utilization: Utilization = None,
+    reserve: Reserve = "0",
     kv_dtype: KvDtype = None,
     kv_bytes: KvBytes = None,
     engine_version: EngineVersion = None,
     eager: Eager = False,
-    draft: Annotated[str | None, typer.Option("--draft", help="A draft checkpoint.")] = None,
-    draft_bytes: Annotated[str, typer.Option("--draft-bytes", help="Or only its bytes, cut evenly.")] = "0",
+    draft: Draft = None,
+    draft_bytes: DraftBytes = "0",
     draft_method: Method = None,
     draft_tokens: DraftTokens = None,
-    convert: Annotated[
-        Literal["none", "mxfp8"], typer.Option("--convert", help="What preparation does to BF16 projections.")
-    ] = "none",
+    convert: ConvertTo = "none",
     as_json: Json = False,
 ) -> None:
     """Say what context and how many requests fit.

@@ -25,6 +25,24 @@ SupplySize = Annotated[
     str | None,
     typer.Option("--supply", help="Memory one process can use on a GPU, its context aside, such as 94.010GiB."),
 ]
+Free = Annotated[
+    str | None,
+    typer.Option("--free", help="Free memory of this machine's GPUs by the driver: all, or such as 0,2."),
+]
+Utilization = Annotated[
+    str | None, typer.Option("--utilization", help="The share of the GPU that vLLM is started with, such as 0.92.")
+]
+Reserve = Annotated[
+    str, typer.Option("--reserve", help="Memory held per rank for everything that is not planned, such as 6GiB.")
+]
+Dcp = Annotated[int, typer.Option("--dcp", help="Decode-context-parallel size; moves no weights.")]
+Draft = Annotated[str | None, typer.Option("--draft", help="A draft checkpoint, placed like the target.")]
+DraftBytes = Annotated[
+    str, typer.Option("--draft-bytes", help="Or only its bytes, cut evenly, such as 5GiB or 5373504512.")
+]
+ConvertTo = Annotated[
+    Literal["none", "mxfp8"], typer.Option("--convert", help="What preparation does to BF16 projections.")
+]
 KvDtype = Annotated[
     str | None,
     typer.Option("--kv-dtype", help="Dtype of the KV cache: auto, bf16, fp8, nvfp4, int8, int4, or the engine's word."),

@@ -7,19 +7,26 @@ from typing import Annotated, Literal
 import typer
 
 from tonnage.cli.options import (
+    ConvertTo,
+    Dcp,
+    Draft,
+    DraftBytes,
     DraftTokens,
     Eager,
     EngineVersion,
     Ep,
+    Free,
     GpuName,
     Json,
     KvBytes,
     KvDtype,
     Method,
     Pp,
+    Reserve,
     Source,
     SupplySize,
     Tp,
+    Utilization,
     emit,
     emit_json,
 )
@@ -33,20 +40,15 @@ def plan(
     tp: Tp = 1,
     ep: Ep = 1,
     pp: Pp = 1,
-    dcp: Annotated[int, typer.Option("--dcp", help="Decode-context-parallel size; moves no weights.")] = 1,
+    dcp: Dcp = 1,
     engine: Annotated[
         Literal["vllm", "sglang", "exllamav3", "split"],
         typer.Option("--engine", help="Whose placement rules; split cuts everything that can be cut, as prepare does."),
     ] = "split",
     gpu: GpuName = None,
     supply: SupplySize = None,
-    free: Annotated[
-        str | None,
-        typer.Option("--free", help="Free memory of this machine's GPUs by the driver: all, or such as 0,2."),
-    ] = None,
-    reserve: Annotated[
-        str, typer.Option("--reserve", help=f"Memory held per rank for everything that is not planned, {_SIZE}.")
-    ] = "0",
+    free: Free = None,
+    reserve: Reserve = "0",
     profile: Annotated[
         str | None, typer.Option("--profile", help="What is to be served: cC-pP, concurrency and prefill chunk.")
     ] = None,
@@ -54,20 +56,13 @@ def plan(
     kv_dtype: KvDtype = None,
     kv_bytes: KvBytes = None,
     engine_version: EngineVersion = None,
-    utilization: Annotated[
-        str | None,
-        typer.Option("--utilization", help="The share of the GPU that vLLM is started with, such as 0.92."),
-    ] = None,
+    utilization: Utilization = None,
     eager: Eager = False,
-    draft: Annotated[str | None, typer.Option("--draft", help="A draft checkpoint, placed like the target.")] = None,
+    draft: Draft = None,
     draft_method: Method = None,
     draft_tokens: DraftTokens = None,
-    draft_bytes: Annotated[
-        str, typer.Option("--draft-bytes", help=f"Or only its bytes, cut evenly, {_SIZE} or 5373504512.")
-    ] = "0",
-    convert: Annotated[
-        Literal["none", "mxfp8"], typer.Option("--convert", help="What preparation does to BF16 projections.")
-    ] = "none",
+    draft_bytes: DraftBytes = "0",
+    convert: ConvertTo = "none",
     estimator: Annotated[
         Literal["exact", "credit"],
         typer.Option(
