@@ -18,7 +18,6 @@ from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import Problem, one_line, raise_if_any
 from tonnage.export.manifest import Parallel
 from tonnage.measure.classes import UNKNOWN
-from tonnage.measure.packages import sizes
 from tonnage.measure.record import MeasuredRank, Measurement, MeasurementError
 from tonnage.recipes.schema import ROLES
 
@@ -185,7 +184,7 @@ def read_planned_weights(raw: bytes, where: str) -> PlannedWeights:
         if line.nbytes > line.bound_nbytes
     ]
     if [rank.rank for rank in plan.ranks] != list(range(plan.topology.world_size)):
-        expected = f"0..{plan.topology.world_size - 1} ({sizes(plan.topology)})"
+        expected = f"0..{plan.topology.world_size - 1} ({plan.topology.words})"
         problems.append(Problem(where=where, what="ranks of a plan", expected=expected, found=f"{len(plan.ranks)}"))
     raise_if_any(MeasurementError, problems)
     return plan
@@ -346,9 +345,9 @@ def _mismatches(plan: PlannedWeights, measurement: Measurement) -> Iterator[Prob
     different = [f"{name}{measured}" for name, measured, planned in stated if measured not in (None, planned)]
     beyond = [one.rank for one in measurement.ranks if one.rank is not None and one.rank >= topology.world_size]
     if different:
-        yield Problem(where=where, what="cut for another topology", expected=sizes(topology), found=" ".join(different))
+        yield Problem(where=where, what="cut for another topology", expected=topology.words, found=" ".join(different))
     elif beyond or (measurement.is_complete and len(measurement.ranks) != topology.world_size):
-        expected, found = f"{topology.world_size} ranks ({sizes(topology)})", f"{len(measurement.ranks)}"
+        expected, found = f"{topology.world_size} ranks ({topology.words})", f"{len(measurement.ranks)}"
         yield Problem(where=where, what="other ranks than planned", expected=expected, found=found)
 
 

@@ -32,7 +32,6 @@ from tonnage.cli.options import (
 )
 
 DOES_NOT_FIT = 3
-_SIZE = "such as 94.010GiB"
 
 
 def plan(

@@ -51,6 +51,11 @@ class Parallel:
         """Ranks in all."""
         return self.tp * self.pp
 
+    @property
+    def words(self) -> str:
+        """The sizes in words."""
+        return f"tp{self.tp} ep{self.ep} pp{self.pp}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackagedFile:

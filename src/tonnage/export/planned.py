@@ -156,7 +156,7 @@ def _differences(plan: Planned, prepared: Prepared, recorded: Planned, where: st
         ("checkpoint", prepared.checkpoint, plan.checkpoint.digest),
         ("estimator", "exact", plan.estimator),
         ("engine", prepared.engine, plan.engine),
-        ("topology", _sizes(prepared.topology), _sizes(plan.topology)),
+        ("topology", prepared.topology.words, plan.topology.words),
         ("conversion", _conversion(prepared.converted), _conversion(bool(plan.numerics.converted))),
     )
     for name, expected, found in facts:
@@ -180,10 +180,6 @@ def _differences(plan: Planned, prepared: Prepared, recorded: Planned, where: st
         elif not planned.role_bytes <= payload <= planned.weights_bytes:
             expected = f"{planned.role_bytes}..{planned.weights_bytes} bytes, as planned"
             yield Problem(where=where, what=f"written for rank {number}", expected=expected, found=f"{payload} bytes")
-
-
-def _sizes(topology: Parallel) -> str:
-    return f"tp{topology.tp} ep{topology.ep} pp{topology.pp}"
 
 
 def _conversion(converted: bool) -> str:  # noqa: FBT001 - one word of two

@@ -111,11 +111,6 @@ class Comparison:
         return found.pop() if len(found) == 1 else None
 
 
-def sizes(topology: Parallel) -> str:
-    """Return a topology in words."""
-    return f"tp{topology.tp} ep{topology.ep} pp{topology.pp}"
-
-
 def compare(packages: Sequence[MeasuredPackage]) -> Comparison:
     """Return packages held against the first of them.
 
@@ -181,7 +176,7 @@ def _difference(found: Difference) -> dict[str, Any]:
 def _mismatches(packages: Sequence[MeasuredPackage]) -> Iterator[Problem]:
     """Yield what keeps packages from being measured together: every one is held against the first that knows."""
     for what, facts in (
-        ("cut for another topology", [sizes(package.topology) for package in packages]),
+        ("cut for another topology", [package.topology.words for package in packages]),
         ("of another checkpoint", [package.checkpoint.digest for package in packages]),
         ("of another model family", [package.checkpoint.family for package in packages]),
     ):

@@ -8,7 +8,6 @@ from tonnage.checkpoint.io import CheckpointHeaders
 from tonnage.checkpoint.skeletons import ShardHeader
 from tonnage.errors import Problem
 from tonnage.export.manifest import Parallel
-from tonnage.measure.packages import sizes
 from tonnage.measure.record import MeasurementError
 from tonnage.measure.statement import Statement
 from tonnage.topology import MOST_RANKS
@@ -36,7 +35,7 @@ def decide_topology(
     """
     if statement is not None and named is not None and named != statement.topology:
         what = f"another topology than {statement.digest_of} says"
-        raise MeasurementError(Problem(where=where, what=what, expected=sizes(statement.topology), found=sizes(named)))
+        raise MeasurementError(Problem(where=where, what=what, expected=statement.topology.words, found=named.words))
     stated = statement.topology if statement else named or _in_metadata(headers)
     if stated is not None:
         return stated, ()
@@ -65,11 +64,11 @@ def misplaced(
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         shown = ", ".join(map(str, missing[:_MOST_NAMED])) + more
         what = f"rank{'s' if len(missing) > 1 else ''} {shown} missing"
-        expected, found = f"{topology.world_size} ranks ({sizes(topology)})", f"{len(headers)}"
+        expected, found = f"{topology.world_size} ranks ({topology.words})", f"{len(headers)}"
         yield Problem(where=where, what=what, expected=expected, found=found)
     for rank, found_headers in headers.items():
         if rank >= topology.world_size:
-            expected = f"less than {topology.world_size} ({sizes(topology)})"
+            expected = f"less than {topology.world_size} ({topology.words})"
             yield Problem(where=names[rank], what="a rank beyond the topology", expected=expected, found=str(rank))
             continue
         for shard in found_headers.shards:
