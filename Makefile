@@ -2,12 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS_VENV := .venv-clients
+CLIENTS_BIN := $(CLIENTS_VENV)/bin
 HEAVY_VENV := .venv-heavy
 HEAVY_BIN := $(HEAVY_VENV)/bin
 PIP := pip install --quiet --disable-pip-version-check
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench heavy clean
+.PHONY: help demo test lint format bench clients heavy clean
 
 help:
 	@echo "make demo    the whole loop on a small checkpoint, offline, under a minute"
@@ -15,6 +17,7 @@ help:
 	@echo "make lint    ruff, formatting, mypy, import contracts"
 	@echo "make format  rewrite the sources as lint wants them"
 	@echo "make bench   speed and memory of planning, against the targets"
+	@echo "make clients tests against a real cluster, object store and browser (needs Chromium; apt-get install chromium)"
 	@echo "make heavy   tests against a real engine (downloads about 3 GB once)"
 	@echo "make clean   remove the environments and caches"
 
@@ -37,13 +40,17 @@ format: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	set -e; for script in bench/bench_*.py; do $(BIN)/python "$$script"; done
 
+# Their processes warn on their own account.
+clients: $(CLIENTS_VENV)/.installed
+	$(CLIENTS_BIN)/python -m pytest -o filterwarnings=default tests/clients
+
 # A real engine warns a lot on import, which is not ours to fix: warnings are no errors here.
 heavy: $(HEAVY_VENV)/.installed
 	HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 \
 		$(HEAVY_BIN)/python -m pytest -o filterwarnings=default tests/heavy
 
 clean:
-	rm -rf $(VENV) $(HEAVY_VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS_VENV) $(HEAVY_VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +62,14 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/$(PIP) -e ".[dev]"
+	touch $@
+
+$(CLIENTS_VENV)/.created:
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	touch $@
+
+$(CLIENTS_VENV)/.installed: $(CLIENTS_VENV)/.created pyproject.toml
+	$(CLIENTS_BIN)/$(PIP) -e ".[clients]"
 	touch $@
 
 $(HEAVY_VENV)/.created:
