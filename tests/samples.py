@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -177,3 +180,16 @@ def file_contents(directory: Path) -> dict[str, bytes]:
     """Return every file below a directory by path."""
     found = (path for path in directory.rglob("*") if not path.is_dir())
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in found}
+
+
+@contextmanager
+def served(place: Path, *words: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run ``tonnage ui`` in a directory, with one worker, and yield its address and its process."""
+    options = ("--port", "0", "--no-browser", "--workers", "1")
+    command = [sys.executable, "-c", "from tonnage.cli import main; main()", "ui", *words, *options]
+    with subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip(), process
+        finally:
+            process.kill()

@@ -1,4 +1,4 @@
-"""What the command says where the extras ``prepare`` and ``sign`` are not installed."""
+"""What the command says where extras are not installed."""
 
 from __future__ import annotations
 
@@ -66,8 +66,20 @@ def test_a_missing_extra_is_one_line(modules: str, words: tuple[str, ...], named
     assert files(place) == before
 
 
+UI = ("ui", ".", "--port", "0", "--no-browser")
+
+
+@pytest.mark.parametrize(
+    ("named", "extra"), [("starlette", "ui"), ("uvicorn", "ui"), ("plotly", "ui"), ("jinja2", "html")]
+)
+def test_a_page_without_its_extra_is_one_line_before_anything_is_served(named: str, extra: str, place: Path) -> None:
+    done = run_without(named, UI, place)
+    line = f"tonnage: {named} is not installed; it comes with `pip install 'tonnage[{extra}]'`\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
 def test_planning_needs_no_extra(place: Path) -> None:
-    done = run_without(EXTRAS, ("plan", "small", "--tp", "2"), place)
+    done = run_without(f"{EXTRAS} jinja2 plotly starlette uvicorn", ("plan", "small", "--tp", "2"), place)
     assert (done.returncode, done.stderr) == (0, "")
 
 

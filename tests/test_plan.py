@@ -15,7 +15,8 @@ from tonnage.api import Checkpoint, PlanRequest, checkpoint_from_config, plan_ch
 from tonnage.errors import CreditError, PlacementError
 from tonnage.inspection import counted_bytes
 from tonnage.memory.supply import Supply, parse_supply
-from tonnage.plan import LedgerLine, Plan, RankLedger, exact_line
+from tonnage.placed_weights import LedgerLine, exact_line
+from tonnage.plan import Plan, RankLedger
 from tonnage.report.documents import numerics
 from tonnage.suggestions import suggest
 from tonnage.units import GIB

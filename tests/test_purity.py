@@ -15,11 +15,12 @@ PURE = sorted(
     path
     for pattern in (
         "formats/*.py", "engines/*.py", "recipes/blueprint.py", "recipes/expression*.py", "recipes/schema.py",
-        "cuts.py", "shares.py", "placement.py", "plan.py", "credit.py", "topology.py", "assignment.py", "matching.py",
+        "cuts.py", "shares.py", "placement.py", "placed_weights.py", "plan.py", "credit.py", "topology.py", "assignment.py", "matching.py",
         "explain.py", "measure/classes.py", "measure/packages.py", "measure/record.py",
         "recognition.py", "container.py", "inspection.py", "profile.py", "errors.py",
         "memory/cache*.py", "memory/term*.py", "memory/workspace*.py", "memory/runtime*.py", "model_shape.py", "fit_terms.py", "term_evidence.py",
         "observe/[!_i]*.py", "flags/*.py", "memory/budget*.py", "memory/devices.py", "checkpoint/quant.py", "checkpoint/config.py", "checkpoint/recognise.py", "checkpoint/tally.py", "checkpoint/name_*.py",
+        "report/bars.py", "report/changes.py", "report/growth.py", "report/picture.py", "report/saved.py", "report/svg.py",
     )
     for path in ROOT.glob(pattern)
 )  # fmt: skip

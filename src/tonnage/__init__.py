@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from tonnage.api import Checkpoint, PlanRequest, open_checkpoint, plan_checkpoint
     from tonnage.errors import TonnageError
     from tonnage.memory.supply import Supply, find_gpu, parse_supply, supply_bytes
-    from tonnage.plan import LedgerLine, Plan, RankLedger
+    from tonnage.placed_weights import LedgerLine
+    from tonnage.plan import Plan, RankLedger
     from tonnage.prepare.reader import RankView, open_rank
     from tonnage.suggestions import suggest
 
@@ -34,7 +35,7 @@ __all__ = [
     "supply_bytes",
 ]
 _HOME = {
-    "LedgerLine": "tonnage.plan",
+    "LedgerLine": "tonnage.placed_weights",
     "Plan": "tonnage.plan",
     "RankLedger": "tonnage.plan",
     "RankView": "tonnage.prepare.reader",

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from tonnage.draft import DraftMethod
     from tonnage.formats.exl3_v1_manifest import SlotManifest
+    from tonnage.placed_weights import PlacedWeights
     from tonnage.serving import RankService, RankShape, Service
 
 Convert = Literal["none", "mxfp8"]
@@ -208,7 +209,12 @@ def read_config(source: str | Path) -> ModelConfig:
 
 
 def checkpoint_from_config(
-    fields: Mapping[str, Any], *, name: str, hf_quant: Mapping[str, Any] | None = None, digest: str = ""
+    fields: Mapping[str, Any],
+    *,
+    name: str,
+    hf_quant: Mapping[str, Any] | None = None,
+    digest: str = "",
+    draft_method: str = "",
 ) -> Checkpoint:
     """Return the checkpoint that a config promises; no file is read.
 
@@ -217,12 +223,18 @@ def checkpoint_from_config(
         name: For reports.
         hf_quant: hf_quant_config.json, if it is at hand.
         digest: Of what the fields were read from.
+        draft_method: How it is to draft for another, where it is a draft.
 
     Raises:
         TonnageError: The family or quantisation is unknown, or a field is missing or wrong.
     """
     config = _parsed(fields, name, hf_quant)
-    return Checkpoint(name=name, digest=digest, assignment=assign_blueprint(blueprint_of(config)), headers=None)
+    return Checkpoint(
+        name=name,
+        digest=digest,
+        assignment=assign_blueprint(blueprint_of(config, draft_method=draft_method)),
+        headers=None,
+    )
 
 
 def plan_checkpoint(checkpoint: Checkpoint, request: PlanRequest) -> Plan:
@@ -265,7 +277,11 @@ def assignment_of(checkpoint: Checkpoint, request: PlanRequest) -> Assignment:
 
 
 def plan_placement(
-    checkpoint: Checkpoint, placement: Placement, request: PlanRequest, shapes: Sequence[RankShape] | None = None
+    checkpoint: Checkpoint,
+    placement: Placement,
+    request: PlanRequest,
+    shapes: Sequence[RankShape] | None = None,
+    weights: PlacedWeights | None = None,
 ) -> Plan:
     """Return the plan of a placement that was made for a request like this, other than in what is served.
 
@@ -274,13 +290,19 @@ def plan_placement(
         placement: Where its weights go.
         request: What is asked.
         shapes: Of the ranks, where they are at hand; :func:`shapes_of`.
+        weights: Likewise; :func:`tonnage.placed_weights.placed_weights`.
 
     Raises:
         TonnageError: What is to be served has no rule.
     """
     services = _services(checkpoint, placement, request, shapes) if request.serves else ()
     plan = make_plan(
-        placement, supply=request.supply, held=_held(request), services=services, kv_bytes=request.kv_bytes
+        placement,
+        supply=request.supply,
+        held=_held(request),
+        services=services,
+        kv_bytes=request.kv_bytes,
+        weights=weights,
     )
     notes = (*plan.notes, *_without_effect(placement.assignment, request), *_beyond_context(placement, request))
     return replace(plan, notes=notes)

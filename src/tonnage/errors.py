@@ -14,7 +14,9 @@
     ├── PlacementError           a topology cannot work for these tensors
     ├── CreditError              a credit cannot be used or is outside its evidence
     ├── FlagsError               an engine has no command for what is to be served
-    └── ObservationError         a log or what it is compared with cannot be used
+    ├── ObservationError         a log or what it is compared with cannot be used
+    ├── RequestError             a request over HTTP cannot be read
+    └── NotServedError           a checkpoint is not among those that are served over HTTP
 
 A refusal carries every problem found, each on one line: where, what, expected, found. An answer that was asked for
 (a plan that does not fit) is a value, never an exception.
@@ -122,6 +124,14 @@ class FlagsError(TonnageError):
 
 class ObservationError(TonnageError):
     """A log, or the plan it is compared with, cannot be used."""
+
+
+class RequestError(TonnageError):
+    """A request over HTTP cannot be read."""
+
+
+class NotServedError(TonnageError):
+    """A checkpoint is not among those that are served over HTTP."""
 
 
 def raise_if_any(kind: type[TonnageError], problems: Iterable[Problem]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from tonnage.api import Checkpoint, PlanRequest, place_checkpoint, plan_placement, shapes_of
 from tonnage.errors import PlacementError, Problem, UnitError
+from tonnage.placed_weights import placed_weights
 from tonnage.placement import TP_SIZES_TRIED, Placement
 from tonnage.plan import Plan
 from tonnage.profile import Profile
@@ -44,7 +45,7 @@ def fit_checkpoint(checkpoint: Checkpoint, request: PlanRequest) -> Fit:
         UnitError: No supply, no engine, or nothing is said of what is served.
         TonnageError: The model cannot be shared so.
     """
-    _check(request)
+    check_supplied(request)
     return _fit(checkpoint, place_checkpoint(checkpoint, request), request)
 
 
@@ -54,13 +55,26 @@ def ways(checkpoint: Checkpoint, request: PlanRequest, *, gpus: int) -> Iterator
     Raises:
         UnitError: As :func:`fit_checkpoint`.
     """
-    _check(request)
+    check_supplied(request)
     routed = any(entry.module.rule.is_routed for entry in checkpoint.assignment.entries)
     for tp in (size for size in TP_SIZES_TRIED if size * request.pp <= gpus):
         for ep in (1, tp) if routed and tp > 1 else (1,):
             asked = replace(request, tp=tp, ep=ep, dcp=request.dcp if tp % request.dcp == 0 else 1)
             with suppress(PlacementError):  # weights or cache cannot be shared so
                 yield _fit(checkpoint, place_checkpoint(checkpoint, asked, name_sizes=False), asked)
+
+
+def asked_ways(
+    checkpoint: Checkpoint, request: PlanRequest, *, tp: int | None, ep: int | None, gpus: int
+) -> tuple[Fit, ...]:
+    """Return the ways that are asked for: of one tensor-parallel size or all, of one expert-parallel size or both.
+
+    Raises:
+        UnitError: As :func:`fit_checkpoint`.
+        TonnageError: The model cannot be shared over the one size that is asked for.
+    """
+    found = [fit_checkpoint(checkpoint, request)] if tp is not None else ways(checkpoint, request, gpus=gpus)
+    return tuple(one for one in found if ep in (None, one.request.ep))
 
 
 def _fit(checkpoint: Checkpoint, placement: Placement, request: PlanRequest) -> Fit:
@@ -86,6 +100,7 @@ class Planner:
         """
         self._checkpoint, self._placement, self._request = checkpoint, placement, request
         self._shapes = shapes_of(checkpoint, placement, request)
+        self._weights = placed_weights(placement)
 
     def plan(self, profile: Profile) -> Plan:
         """Return the plan for a profile."""
@@ -93,7 +108,7 @@ class Planner:
 
     def plan_request(self, request: PlanRequest) -> Plan:
         """Return the plan for a request that shares the model alike."""
-        return plan_placement(self._checkpoint, self._placement, request, self._shapes)
+        return plan_placement(self._checkpoint, self._placement, request, self._shapes, self._weights)
 
     def longest_context(self) -> int:
         """Return the longest context at which the concurrency asked for fits, at most the model's own; 0 for none.
@@ -147,7 +162,12 @@ def _allowed(plan: Plan, most: int) -> int:
     return tokens
 
 
-def _check(request: PlanRequest) -> None:
+def check_supplied(request: PlanRequest) -> None:
+    """Refuse a request that asks for no room, or nothing to be served in it.
+
+    Raises:
+        UnitError: It says no supply, no engine, or nothing of what is served.
+    """
     if request.supply is None:
         raise UnitError(
             Problem(where="--gpu, --supply", what="what there is room on is not said", expected="one of them")

@@ -6,15 +6,14 @@ with ``fits == False`` and reasons; it is never an exception.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from tonnage.credit import CreditInputs, credit_estimate, credit_savings
 from tonnage.memory.supply import Basis, Supply
 from tonnage.memory.term import Term
-from tonnage.recipes.schema import ROLES
+from tonnage.placed_weights import LedgerLine, PlacedWeights, Remark, exact_line, placed_weights
 from tonnage.units import gib, unit_for
 
 if TYPE_CHECKING:
@@ -22,15 +21,6 @@ if TYPE_CHECKING:
 
     from tonnage.placement import Placement
     from tonnage.serving import RankService
-
-
-LedgerLine = Term
-"""One reason a rank's memory is in use: ``weights.ROLE``, ``engine.rotary``, ``runtime.context`` and so on."""
-
-
-def exact_line(component: str, nbytes: int, source: str, basis: Basis = "exact") -> LedgerLine:
-    """Return a line whose bound is its value."""
-    return LedgerLine(component=component, nbytes=nbytes, bound_nbytes=nbytes, basis=basis, source=source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,22 +84,6 @@ class Held:
     source: str
 
 
-RemarkKind = Literal["whole on every rank", "beyond the checkpoint, all ranks", "not held", "held smaller than stored"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remark:
-    """Bytes of one role that are not plainly cut, and why.
-
-    Per rank of the stage that holds most; ``not held`` and ``beyond the checkpoint`` in all.
-    """
-
-    kind: RemarkKind
-    role: str
-    nbytes: int
-    why: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Ledgers, supply and verdict.
@@ -168,11 +142,12 @@ class Plan:
             expected: With the lines as they are expected to be, instead of at their bounds.
             shared: Of all requests together beside the states of those of the profile; ``None`` without states.
         """
-        held = (
-            ledger.service.capacity_tokens(budget, shared=shared)
+        asked = {  # ranks that hold the same have one service
+            (id(ledger.service), budget): ledger.service
             for ledger in self.ranks
             if ledger.service and (budget := self.cache_budget(ledger, expected=expected)) is not None
-        )
+        }
+        held = (service.capacity_tokens(budget, shared=shared) for (_, budget), service in asked.items())
         return min((tokens for tokens in held if tokens is not None), default=None)
 
     def cache_budget(self, ledger: RankLedger, *, expected: bool = False) -> int | None:
@@ -239,6 +214,7 @@ def make_plan(
     held: Sequence[Held] = (),
     services: Sequence[RankService] = (),
     kv_bytes: int | None = None,
+    weights: PlacedWeights | None = None,
 ) -> Plan:
     """Return the plan of a placement: weights by role, padding and engine lines, then what else is held.
 
@@ -248,22 +224,23 @@ def make_plan(
         held: Lines that are the same on every rank.
         services: Of every rank in order, where a profile is served; :func:`tonnage.serving.serve`.
         kv_bytes: What the cache is given.
+        weights: Of the placement, where they are at hand; :func:`placed_weights`.
     """
-    tp = placement.topology.tp
+    weights = weights or placed_weights(placement)
     ranks = tuple(
         RankLedger(
             rank=rank,
-            lines=(*_weight_lines(placement, *divmod(rank, tp)), *_terms(services, rank), *_held_lines(held)),
+            lines=(*lines, *_terms(services, rank), *_held_lines(held)),
             service=services[rank] if services else None,
         )
-        for rank in range(placement.topology.world_size)
+        for rank, lines in enumerate(weights.lines)
     )
     return Plan(
         placement=placement,
         supply=supply,
         ranks=ranks,
         notes=(*placement.assignment.notes, *_scope(placement, held, served=bool(services))),
-        remarks=_remarks(placement),
+        remarks=weights.remarks,
         pessimism=_held_pessimism(held),
         kv_bytes=kv_bytes,
     )
@@ -318,63 +295,6 @@ def _held_pessimism(held: Sequence[Held]) -> tuple[str, ...]:
 
 def _held_lines(held: Sequence[Held]) -> tuple[LedgerLine, ...]:
     return tuple(exact_line(h.component, h.nbytes, h.source, h.basis) for h in held if h.nbytes)
-
-
-def _weight_lines(placement: Placement, pp_rank: int, tp_rank: int) -> tuple[LedgerLine, ...]:
-    """Return one line per role, then padding by reason, then what the engine adds."""
-    by_role: dict[str, int] = defaultdict(int)
-    tensors: dict[str, int] = defaultdict(int)
-    padding: dict[tuple[str, str], int] = defaultdict(int)
-    for placed in placement.placed:
-        times = placement.multiplicity(placed, pp_rank)
-        share = placed.shares[tp_rank]
-        role = placed.entry.module.rule.role
-        for piece in share.pieces:
-            count = times * share.copies
-            if not count:
-                continue
-            more = max(piece.held_bytes - piece.slice_bytes, 0)
-            by_role[role] += count * (piece.held_bytes - more)
-            tensors[role] += count
-            if more:
-                padding[role, piece.why] += count * more
-    slots = placement.slot_bytes(pp_rank, tp_rank)
-    if slots:
-        by_role["expert"] += slots
-    family = placement.assignment.blueprint.recipe.family
-    sources = {role: f"recipe {family}: {count:,} tensors" for role, count in tensors.items()}
-    if slots:
-        sources["expert"] = "slots of the exl3-v1 container"
-    lines = [exact_line(f"weights.{role}", by_role[role], sources[role]) for role in ROLES if by_role.get(role)]
-    lines += [exact_line(f"padding.{role}", nbytes, why) for (role, why), nbytes in sorted(padding.items())]
-    for extra in placement.extras:
-        nbytes = placement.extra_multiplicity(extra, pp_rank) * extra.nbytes[tp_rank]
-        if nbytes:
-            lines.append(exact_line(extra.component, nbytes, f"{extra.why} ({extra.source})"))
-    return tuple(lines)
-
-
-def _remarks(placement: Placement) -> tuple[Remark, ...]:
-    """Say what is held whole, by several ranks, not at all, or smaller than stored, and why."""
-    sums: dict[tuple[RemarkKind, str, str], int] = defaultdict(int)
-    for placed in placement.placed:
-        role = placed.entry.module.rule.role
-        times = max(placement.multiplicity(placed, pp_rank) for pp_rank in range(placement.topology.pp))
-        if placed.how == "absent":
-            sums["not held", role, placed.why] += placed.entry.nbytes
-        elif placed.how == "replicated" and placement.topology.tp > 1:
-            sums["whole on every rank", role, placed.why] += placed.shares[0].held_bytes * times
-        elif placed.how == "split":
-            more = sum(share.held_bytes for share in placed.shares) - placed.entry.copies * placed.entry.instance_bytes
-            if more > 0:
-                why = placed.why or "fewer heads than ranks: each is held by several"
-                sums["beyond the checkpoint, all ranks", role, why] += more * (len(placed.entry.first) or 1)
-        for piece in placed.shares[0].pieces:
-            if piece.held_bytes < piece.slice_bytes:
-                less = (piece.slice_bytes - piece.held_bytes) * placed.shares[0].copies * times
-                sums["held smaller than stored", role, piece.why] += less
-    rows = sorted(sums.items(), key=lambda item: (item[0][0], -item[1], item[0]))
-    return tuple(Remark(kind=kind, role=role, nbytes=nbytes, why=why) for (kind, role, why), nbytes in rows)
 
 
 def _scope(placement: Placement, held: Sequence[Held], *, served: bool) -> tuple[str, ...]:

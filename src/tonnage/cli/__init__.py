@@ -31,13 +31,21 @@ from tonnage.cli.observe import observe
 from tonnage.cli.options import note
 from tonnage.cli.plan import plan
 from tonnage.cli.prepare import prepare
+from tonnage.cli.report import report
 from tonnage.cli.synth import synth
+from tonnage.cli.ui import ui
 from tonnage.cli.verify import verify
 from tonnage.errors import TonnageError, one_line
 from tonnage.version import __version__
 
-_OF_EXTRAS = frozenset({"blake3", "cryptography", "model_signing", "numba", "numpy", "OpenSSL", "rfc8785"})
-"""Modules that planning needs none of."""
+_OF_EXTRAS = {
+    **dict.fromkeys(
+        ("blake3", "cryptography", "model_signing", "numba", "numpy", "OpenSSL", "rfc8785"), "tonnage[prepare,sign]"
+    ),
+    "jinja2": "tonnage[html]",
+    **dict.fromkeys(("plotly", "starlette", "uvicorn"), "tonnage[ui]"),
+}
+"""Modules that planning needs none of, and what installs them."""
 
 _PRINTING = frozenset({"click", "rich", "typer"})
 """Libraries that write results."""
@@ -46,8 +54,8 @@ UNUSABLE_INPUT = 2
 VERIFICATION_FAILED = 4
 
 _ORDER = (
-    "inspect", "plan", "fit", "flags", "synth", "prepare", "export", "export-names", "verify", "measure", "explain",
-    "compare", "calibrate", "calibrations", "observe", "models", "gpus", "demo",
+    "inspect", "plan", "report", "fit", "flags", "synth", "prepare", "export", "export-names", "verify", "measure",
+    "explain", "compare", "calibrate", "calibrations", "observe", "ui", "models", "gpus", "demo",
 )  # fmt: skip
 """As they follow each other in use, then what there is to know and to see."""
 
@@ -87,8 +95,8 @@ def _main(
 
 
 COMMANDS = (
-    inspect, plan, fit, flags, synth, prepare, export, export_names, verify, measure, explain, compare, calibrate,
-    observe, models, gpus, demo,
+    inspect, plan, report, fit, flags, synth, prepare, export, export_names, verify, measure, explain, compare,
+    calibrate, observe, ui, models, gpus, demo,
 )  # fmt: skip
 for command in COMMANDS:
     app.command()(command)
@@ -113,7 +121,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (name := (error.name or "").partition(".")[0]) not in _OF_EXTRAS:
             raise
-        _refuse(f"{name} is not installed; it comes with `pip install 'tonnage[prepare,sign]'`")
+        _refuse(f"{name} is not installed; it comes with `pip install '{_OF_EXTRAS[name]}'`")
     except OSError as error:
         if _is_of_output(error):
             sys.stdout = None  # nothing is left to flush at exit

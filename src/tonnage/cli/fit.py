@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -26,14 +26,9 @@ from tonnage.cli.options import (
     Utilization,
     emit,
     emit_json,
+    open_draft,
 )
 from tonnage.cli.plan import DOES_NOT_FIT
-from tonnage.errors import Problem, UnitError
-
-if TYPE_CHECKING:
-    from tonnage.fit import Fit
-
-FIT_SCHEMA = "tonnage.fit/1"
 
 
 def fit(
@@ -73,59 +68,27 @@ def fit(
     Example: tonnage fit config.json --gpu h100 --gpus 2 --profile c4-p4096 --context 4096
     """
     from tonnage.api import open_checkpoint
-    from tonnage.cli.requests import plan_request
-    from tonnage.fit import fit_checkpoint, ways
+    from tonnage.fit import asked_ways
+    from tonnage.plan_options import gpus_there, plan_request
+    from tonnage.report.documents import fit_document
 
-    there = gpus or ((tp or 1) * pp if tp is not None else 8)
-    if (tp or 1) * pp > there:
-        asked = f"{(tp or 1) * pp} ranks"
-        raise UnitError(Problem(where="--tp, --pp", what="more ranks than GPUs", expected=str(there), found=asked))
-    ranks = tp * pp if tp is not None else there
+    there = gpus_there(tp=tp, pp=pp, gpus=gpus)
     request = plan_request(
         tp=tp or 1, ep=ep or 1, pp=pp, dcp=dcp, engine=engine, gpu=gpu, supply=supply, free=free,
         utilization=utilization, reserve=reserve, profile=profile, context=context, kv_dtype=kv_dtype,
-        kv_bytes=kv_bytes, engine_version=engine_version, eager=eager, draft=draft, draft_bytes=draft_bytes,
-        draft_method=draft_method, draft_tokens=draft_tokens, convert=convert, ranks=ranks,
+        kv_bytes=kv_bytes, engine_version=engine_version, eager=eager, draft=open_draft(draft, draft_method),
+        draft_bytes=draft_bytes, draft_method=draft_method, draft_tokens=draft_tokens, convert=convert,
+        ranks=tp * pp if tp is not None else there,
     )  # fmt: skip
     checkpoint = open_checkpoint(source)
-    found = [fit_checkpoint(checkpoint, request)] if tp is not None else list(ways(checkpoint, request, gpus=there))
-    found = [one for one in found if ep in (None, one.request.ep)]
-    rows = [_row(one) for one in found]
+    found = asked_ways(checkpoint, request, tp=tp, ep=ep, gpus=there)
+    document = fit_document(checkpoint, request, found)
     if as_json:
-        best = max(rows, key=lambda row: (row["longest_context"], -row["tp"]), default=None)
-        emit_json(
-            {
-                "schema": FIT_SCHEMA,
-                "checkpoint": {"name": checkpoint.name, "digest": checkpoint.digest, "family": checkpoint.family},
-                "engine": engine,
-                "supply_bytes": request.supply.nbytes if request.supply else None,
-                "ways": rows,
-                "best": best,
-            }
-        )
+        emit_json(document)
     else:
-        _emit_table(checkpoint.name, checkpoint.family, engine, rows)
-    if not any(row["fits"] for row in rows):
+        _emit_table(checkpoint.name, checkpoint.family, engine, document["ways"])
+    if not any(row["fits"] for row in document["ways"]):
         raise typer.Exit(DOES_NOT_FIT)
-
-
-def _row(found: Fit) -> dict[str, Any]:
-    from tonnage.report.documents import cache_document
-
-    request, plan = found.request, found.plan
-    return {
-        "tp": request.tp,
-        "ep": request.ep,
-        "pp": request.pp,
-        "dcp": request.dcp,
-        "fits": plan.fits,
-        "spare_bytes": plan.spare_bytes(plan.binding_rank),
-        "fixed_bytes": plan.ranks[plan.binding_rank].fixed_bytes,
-        "longest_context": found.longest_context,
-        "most_concurrency": found.most_concurrency,
-        "cache": cache_document(plan),
-        "reasons": list(plan.reasons),
-    }
 
 
 def _emit_table(name: str, family: str, engine: str, rows: list[dict[str, Any]]) -> None:

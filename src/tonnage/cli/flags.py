@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -28,9 +28,9 @@ from tonnage.cli.options import (
     emit,
     emit_json,
     note,
+    open_draft,
 )
 from tonnage.cli.plan import DOES_NOT_FIT
-from tonnage.errors import Problem, UnitError
 
 if TYPE_CHECKING:
     from tonnage.flags.values import ServeCommand, ServePlan
@@ -67,55 +67,38 @@ def flags(
     Example: tonnage flags config.json --engine vllm --tp 2 --gpu h100 --profile c4-p4096 --context 4096
     """
     from tonnage.api import open_checkpoint, plan_checkpoint
-    from tonnage.cli.requests import plan_request
-    from tonnage.draft import method_of
-    from tonnage.flags.command import serve_command
-    from tonnage.flags.from_plan import serve_plan
-    from tonnage.flags.values import DraftPlan
-    from tonnage.memory.supply import supply_bytes
+    from tonnage.launch import check_judged, is_lone_config, launch, served_name
+    from tonnage.plan_options import plan_request
 
     request = plan_request(
         tp=tp, ep=ep, pp=pp, dcp=dcp, engine=engine, gpu=gpu, supply=supply, free=free, reserve=reserve,
         profile=profile, context=context, kv_dtype=kv_dtype, kv_bytes=kv_bytes, engine_version=engine_version,
-        eager=eager, draft=draft, draft_method=draft_method, draft_tokens=draft_tokens,
+        eager=eager, draft=open_draft(draft, draft_method), draft_method=draft_method, draft_tokens=draft_tokens,
     )  # fmt: skip
-    if request.supply is None:
-        raise UnitError(Problem(where="--gpu, --supply, --free", what="a plan is judged first", expected="one of them"))
+    check_judged(request)
     plan = plan_checkpoint(open_checkpoint(source), request)
     if not plan.fits:
         for reason in plan.reasons:
             note(f"does not fit: {reason}")
         raise typer.Exit(DOES_NOT_FIT)
-    method = draft_method or (method_of(request.draft.assignment) if request.draft else None)
-    drafting = DraftPlan(method=method, tokens=draft_tokens or 1, model=draft) if method is not None else None
-    serve = serve_plan(
+    if model is None and is_lone_config(source):
+        note(f"note: {Path(source).name} is no checkpoint; --model says what to serve, {Path(source).stem} stands in")
+    serve, command = launch(
         plan,
-        request.profile,
-        model=_served_name(source) if model is None else model,
-        release=engine_version,
-        gpu_bytes=supply_bytes(request.gpu).nbytes if request.gpu and request.context_held else None,
-        draft=drafting,
+        request,
+        model=served_name(source) if model is None else model,
+        draft_model=draft,
         quantization=quantization,
-        eager=eager,
     )
-    _print(serve, serve_command(serve), as_json=as_json)
-
-
-def _served_name(source: str) -> str:
-    """Return what an engine opens for SOURCE: a directory; of a lone config only a name, which is said."""
-    path = Path(source)
-    if path.suffix != ".json":
-        return source
-    if path.name == "config.json":
-        return str(path.parent)
-    note(f"note: {path.name} is no checkpoint; --model says what to serve, {path.stem} stands in")
-    return path.stem
+    _print(serve, command, as_json=as_json)
 
 
 def _print(serve: ServePlan, command: ServeCommand, *, as_json: bool) -> None:
     """Print files and command on stdout, notes on stderr."""
     if as_json:
-        emit_json(command_document(serve, command))
+        from tonnage.report.documents import flags_document
+
+        emit_json(flags_document(serve, command))
         return
     for text in command.notes:
         note(f"note: {text}")
@@ -123,15 +106,3 @@ def _print(serve: ServePlan, command: ServeCommand, *, as_json: bool) -> None:
         emit("\n".join((f"# {file.name}", *file.lines)))
         emit("")
     emit(command.shell)
-
-
-def command_document(serve: ServePlan, command: ServeCommand) -> dict[str, Any]:
-    """Return a command as its JSON document."""
-    return {
-        "schema": "tonnage.flags/1",
-        "engine": serve.engine,
-        "words": list(command.words),
-        "shell": command.shell,
-        "files": [{"name": file.name, "lines": list(file.lines)} for file in command.files],
-        "notes": list(command.notes),
-    }

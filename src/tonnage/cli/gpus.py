@@ -12,21 +12,13 @@ def gpus(as_json: Json = False) -> None:
 
     Example: tonnage gpus
     """
-    from tonnage.memory.supply import gpu_table, supply_bytes
-
-    rows = [(gpu, supply_bytes(gpu)) for gpu in gpu_table().gpus]
     if as_json:
-        emit_json(
-            {
-                "schema": "tonnage.gpus/1",
-                "gpus": [
-                    {"name": gpu.slug, "title": gpu.name, "aliases": list(gpu.aliases), "nominal_gb": gpu.nominal_gb,
-                     "supply_bytes": supply.nbytes, "basis": supply.basis, "source": supply.source}
-                    for gpu, supply in rows
-                ],
-            }
-        )  # fmt: skip
+        from tonnage.report.documents import gpus_document
+
+        emit_json(gpus_document())
         return
+    from tonnage.memory.supply import gpu_table, supply_bytes
     from tonnage.report.tables import gpus_table, render
 
+    rows = [(gpu, supply_bytes(gpu)) for gpu in gpu_table().gpus]
     emit(render(gpus_table([(gpu, supply.nbytes, supply.basis) for gpu, supply in rows])))

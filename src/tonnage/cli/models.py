@@ -10,20 +10,12 @@ def models(as_json: Json = False) -> None:
 
     Example: tonnage models
     """
-    from tonnage.recipes.loader import families, load_recipe
-
     if as_json:
-        rows = [
-            {
-                "family": name,
-                "model_types": facts["model_types"],
-                "title": facts.get("title", ""),
-                "source": load_recipe(name).source,
-            }
-            for name, facts in families().items()
-        ]
-        emit_json({"schema": "tonnage.models/1", "families": rows})
+        from tonnage.report.documents import models_document
+
+        emit_json(models_document())
         return
+    from tonnage.recipes.loader import families
     from tonnage.report.tables import families_table, render
 
     emit(render(families_table(families())))

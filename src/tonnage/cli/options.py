@@ -6,9 +6,12 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from tonnage.api import Checkpoint
 
 Source = Annotated[
     str,
@@ -59,6 +62,17 @@ Method = Annotated[
     typer.Option("--draft-method", help="How tokens are drafted; by default as the draft checkpoint is made for."),
 ]
 DraftTokens = Annotated[int | None, typer.Option("--draft-tokens", min=1, help="Tokens drafted per step.")]
+
+
+def open_draft(source: str | None, method: str | None) -> Checkpoint | None:
+    """Return the draft checkpoint that is asked for, if one is.
+
+    Raises:
+        TonnageError: It is missing or wrong, or does not draft so.
+    """
+    from tonnage.api import open_checkpoint
+
+    return None if source is None else open_checkpoint(source, draft_method=method or "")
 
 
 def emit(text: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -29,12 +30,18 @@ from tonnage.cli.options import (
     Utilization,
     emit,
     emit_json,
+    open_draft,
 )
+from tonnage.cli.reports import Against, Force, read_saved_file, typed_options, write_report
+
+if TYPE_CHECKING:
+    from tonnage.report.saved import SavedPlan
 
 DOES_NOT_FIT = 3
 
 
 def plan(
+    typed: typer.Context,
     source: Source,
     tp: Tp = 1,
     ep: Ep = 1,
@@ -78,33 +85,31 @@ def plan(
     device_bytes: Annotated[
         int | None, typer.Option("--device-bytes", min=1, help="Bytes of all ranks before the credit, draft included.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a report as well: one HTML file.")
+    ] = None,
+    against: Against = None,
+    force: Force = False,
+    plain: Annotated[bool, typer.Option("--plain", help="No colours, and ASCII alone.")] = False,
     as_json: Json = False,
 ) -> None:
     """Say what every rank will hold, and whether it fits.
 
     Example: tonnage plan config.json --tp 8 --engine vllm --gpu rtx-pro-6000 --reserve 6GiB
     """
-    from dataclasses import replace
-
     from tonnage.api import open_checkpoint, plan_checkpoint
-    from tonnage.calibrations.io import find_record, known_records
-    from tonnage.cli.requests import plan_request
+    from tonnage.calibrations.io import find_record
+    from tonnage.plan_options import plan_request
 
-    by_record = estimator == "credit" and credit_permille is None and calibration is None
     request = plan_request(
         tp=tp, ep=ep, pp=pp, dcp=dcp, engine=engine, gpu=gpu, supply=supply, free=free, utilization=utilization,
         reserve=reserve, profile=profile, context=context, kv_dtype=kv_dtype, kv_bytes=kv_bytes,
-        engine_version=engine_version, eager=eager, draft=draft, draft_bytes=draft_bytes, draft_method=draft_method,
-        draft_tokens=draft_tokens, convert=convert,
-    )  # fmt: skip
-    request = replace(
-        request,
-        estimator=estimator,
-        credit_permille=credit_permille,
-        credit_record=find_record(calibration) if calibration is not None else None,
-        credit_records=tuple(found.record for found in known_records()) if by_record else (),
+        engine_version=engine_version, eager=eager, draft=open_draft(draft, draft_method), draft_bytes=draft_bytes,
+        draft_method=draft_method, draft_tokens=draft_tokens, convert=convert, estimator=estimator,
+        credit_permille=credit_permille, credit_record=find_record(calibration) if calibration is not None else None,
         device_bytes=device_bytes,
-    )
+    )  # fmt: skip
+    before = _before(against, shown=html is not None or not as_json)
     checkpoint = open_checkpoint(source)
     result = plan_checkpoint(checkpoint, request)
     suggestions: tuple[str, ...] = ()
@@ -112,13 +117,30 @@ def plan(
         from tonnage.suggestions import suggest
 
         suggestions = suggest(checkpoint, request)
-    if as_json:
-        from tonnage.report.documents import plan_document
+    from tonnage.report.documents import plan_document
+    from tonnage.report.saved import read_saved
 
-        emit_json(plan_document(checkpoint, request, result, suggestions))
+    options, grows = typed_options(typed), as_json or html is not None
+    document = plan_document(checkpoint, request, result, suggestions, options=options, growth=grows)
+    if html is not None:
+        write_report(html, read_saved(document), before, force=force)
+    if as_json:
+        emit_json(document)
     else:
         from tonnage.report.tables import plan_table, render
 
-        emit(render(plan_table(checkpoint, request, result, suggestions)))
+        emit(render(plan_table(checkpoint, request, result, suggestions, before=before, options=options), plain=plain))
     if result.fits is False:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _before(against: Path | None, *, shown: bool) -> SavedPlan | None:
+    """Return the plan to compare with."""
+    from tonnage.errors import ObservationError, Problem
+
+    if against is None:
+        return None
+    if not shown:
+        what, expected = "what changed is shown in the table and in the report", "--html, or no --json"
+        raise ObservationError(Problem(where="--against", what=what, expected=expected))
+    return read_saved_file(against)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ _COUNTS_REQUESTS_FROM = (0, 21)
 _PACKS_GROUPS_FROM = (0, 26)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: what is asked for at every plan of a grid is worked out once
 class VllmCache:
     """The cache of one rank.
 
@@ -59,7 +59,7 @@ class VllmCache:
     layers: range | None = None
     holds_draft: bool = True
 
-    @property
+    @cached_property
     def bytes_per_block(self) -> int:
         """Bytes one block takes on this rank: those of the largest group."""
         if self.options.tuple_packing and any(isinstance(cache.kept, Compressed) for cache in self.caches):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tonnage.errors import PlacementError, Problem
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from tonnage.memory.cache_vllm_options import VllmCacheOptions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: distinct pages are found once
 class CacheGroup:
     """Layers that share a block table.
 
@@ -50,7 +51,11 @@ class CacheGroup:
 
     def blocks(self, context_tokens: int, options: VllmCacheOptions) -> int:
         """Return the blocks one request holds, at most."""
-        return max(page.blocks(context_tokens, options) for page in {entry.page for entry in self.pages})
+        return max(page.blocks(context_tokens, options) for page in self._distinct)
+
+    @cached_property
+    def _distinct(self) -> frozenset[Page]:
+        return frozenset(entry.page for entry in self.pages)
 
     def nbytes(self, layers: range | None, *, draft: bool = True) -> int:
         """Return the bytes of one block for the layers of a stage, with the draft's or without."""

@@ -70,16 +70,31 @@ def observe_log(path: str, plan_path: Path | None = None) -> Observed:
     """
     plan = None if plan_path is None else read_plan(plan_path)
     observation, log = read_log(path)
+    return _beside(observation, log, plan, path)
+
+
+def observe_text(text: str, document: dict[str, object] | None = None) -> Observed:
+    """Return what the text of a log says, beside a plan document if one is given.
+
+    Raises:
+        ObservationError: As :func:`observe_log`.
+    """
+    plan = None if document is None else plan_of(document, where="plan")
+    observation, log = _log_of(iter((text.encode("utf-8", "replace"),)), "log")
+    return _beside(observation, log, plan, "log")
+
+
+def _beside(observation: Observation, log: LogFile, plan: PlanDocument | None, where: str) -> Observed:
     if plan is None:
         return Observed(observation=observation, log=log)
     if plan.engine not in ("", "split", observation.engine):
         what = "the log is of another engine than the plan"
-        raise ObservationError(Problem(where=path, what=what, expected=plan.engine, found=observation.engine))
+        raise ObservationError(Problem(where=where, what=what, expected=plan.engine, found=observation.engine))
     mismatch = topology_mismatch(observation, plan)
     if mismatch is not None:
         axis, planned, found = mismatch
         what = f"the log is of another {axis} than the plan"
-        raise ObservationError(Problem(where=path, what=what, expected=str(planned), found=str(found)))
+        raise ObservationError(Problem(where=where, what=what, expected=str(planned), found=str(found)))
     return Observed(observation=observation, log=log, plan=plan, comparisons=compare(observation, plan))
 
 
@@ -89,23 +104,24 @@ def read_log(path: str) -> tuple[Observation, LogFile]:
     Raises:
         ObservationError: The file cannot be read, or holds no line of a known engine.
     """
+    with _opened(path) as descriptor:
+        return _log_of(iter(lambda: os.read(descriptor, _BLOCK_BYTES), b""), path)
+
+
+def _log_of(blocks: Iterator[bytes], where: str) -> tuple[Observation, LogFile]:
     digest, nbytes = hashlib.sha256(), 0
 
-    def counted(descriptor: int) -> Iterator[bytes]:
+    def counted() -> Iterator[bytes]:
         nonlocal nbytes
-        while raw := os.read(descriptor, _BLOCK_BYTES):
+        for raw in blocks:
             digest.update(raw)
             nbytes += len(raw)
             yield raw
 
-    with _opened(path) as descriptor:
-        observation = observe_blocks(counted(descriptor))
+    observation = observe_blocks(counted())
     if observation is None:
-        raise ObservationError(
-            Problem(
-                where=path, what="no line of a known engine", expected="a start-up log of vLLM, SGLang or exllamav3"
-            )
-        )
+        expected = "a start-up log of vLLM, SGLang or exllamav3"
+        raise ObservationError(Problem(where=where, what="no line of a known engine", expected=expected))
     return observation, LogFile(nbytes=nbytes, sha256=digest.hexdigest())
 
 
@@ -166,17 +182,25 @@ def read_plan(path: Path) -> PlanDocument:
         ObservationError: It cannot be read, is no JSON object, is of another schema, or lacks what is used.
     """
     raw = read_bytes(path, limit_bytes=PLAN_LIMIT_BYTES, kind=ObservationError)
-    document = parse_object(raw, where=str(path), kind=ObservationError)
+    return plan_of(parse_object(raw, where=str(path), kind=ObservationError), where=str(path))
+
+
+def plan_of(document: dict[str, object], *, where: str) -> PlanDocument:
+    """Return what is used of a plan document that was parsed.
+
+    Raises:
+        ObservationError: It is of another schema, or lacks what is used.
+    """
     schema = document.get("schema")
     if schema != PLAN_SCHEMA:
         found = schema if isinstance(schema, str) else "none"
-        raise ObservationError(Problem(where=str(path), what="not a plan", expected=PLAN_SCHEMA, found=found))
+        raise ObservationError(Problem(where=where, what="not a plan", expected=PLAN_SCHEMA, found=found))
     try:
         plan = msgspec.convert(document, type=PlanDocument, strict=True)
     except msgspec.ValidationError as error:
-        raise ObservationError(Problem(where=str(path), what="not a plan", found=str(error))) from error
+        raise ObservationError(Problem(where=where, what="not a plan", found=str(error))) from error
     if not plan.ranks:
-        raise ObservationError(Problem(where=str(path), what="a plan without ranks"))
+        raise ObservationError(Problem(where=where, what="a plan without ranks"))
     return plan
 
 

@@ -4,28 +4,59 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tonnage.memory.supply import gpu_table, supply_bytes
+from tonnage.recipes.loader import families, load_recipe
+from tonnage.serving import model_context
+from tonnage.version import __version__
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tonnage.api import Checkpoint, PlanRequest
+    from tonnage.fit import Fit
+    from tonnage.flags.values import ServeCommand, ServePlan
     from tonnage.inspection import Inspection, Sum
-    from tonnage.plan import LedgerLine, Plan
+    from tonnage.placed_weights import LedgerLine
+    from tonnage.plan import Plan, RankLedger
+    from tonnage.regions import Regions
 
 PLAN_SCHEMA = "tonnage.plan/1"
+FIT_SCHEMA = "tonnage.fit/1"
+FLAGS_SCHEMA = "tonnage.flags/1"
+GPUS_SCHEMA = "tonnage.gpus/1"
+REGIONS_SCHEMA = "tonnage.regions/1"
+MODELS_SCHEMA = "tonnage.models/1"
 INSPECT_SCHEMA = "tonnage.inspect/1"
 
 
 def plan_document(
-    checkpoint: Checkpoint, request: PlanRequest, plan: Plan, suggestions: Sequence[str]
+    checkpoint: Checkpoint,
+    request: PlanRequest,
+    plan: Plan,
+    suggestions: Sequence[str],
+    *,
+    options: Sequence[str] = (),
+    growth: bool = False,
 ) -> dict[str, Any]:
-    """Return ``plan --json``. Cache fields are empty where no profile is served."""
+    """Return ``plan --json``. Cache fields are empty where no profile is served.
+
+    Args:
+        checkpoint: What was planned.
+        request: What was asked.
+        plan: The answer.
+        suggestions: What would fit instead.
+        options: The options as they were typed, such as ``--tp 8``.
+        growth: Say what the cache needs for other contexts and numbers of requests as well.
+    """
     profile = request.profile
     return {
         "schema": PLAN_SCHEMA,
-        "checkpoint": {"name": checkpoint.name, "digest": checkpoint.digest, "family": checkpoint.family},
+        "tonnage_version": __version__,
+        "options": list(options),
+        "checkpoint": _named(checkpoint),
         "engine": request.engine,
         "estimator": request.estimator,
-        "topology": {"tp": request.tp, "ep": request.ep, "pp": request.pp, "dcp": request.dcp},
+        "topology": _topology(request),
         "profile": {
             "name": profile.name,
             "concurrency": profile.concurrency,
@@ -59,17 +90,19 @@ def plan_document(
             for remark in plan.remarks
         ],
         "cache": cache_document(plan),
+        "cache_growth": cache_growth(plan) if growth else [],
         "numerics": numerics(plan),
     }
 
 
 def cache_document(plan: Plan) -> dict[str, Any]:
     """Return what the cache takes and holds: of the rank that needs most of it, and over all ranks."""
-    served = [ledger.service for ledger in plan.ranks if ledger.service and ledger.service.cache]
-    service = max(served, key=lambda one: one.cache_bytes, default=None)
+    ledger = _most_cache(plan)
+    service = ledger.service if ledger else None
     cache = service.cache if service else None
     basis, source = service.cache_basis if service else (None, None)
     return {
+        "rank": ledger.rank if ledger else None,
         "bytes_per_token_per_rank": cache.bytes_per_token if cache else None,
         "state_bytes_per_request": cache.state_bytes_per_request if cache else None,
         "concurrency": service.concurrency if service else None,
@@ -82,6 +115,28 @@ def cache_document(plan: Plan) -> dict[str, Any]:
         "basis": basis if cache else None,
         "source": source if cache else None,
     }
+
+
+def cache_growth(plan: Plan) -> list[dict[str, int]]:
+    """Return what the cache needs on the rank that needs most, around what is served and within the model's context."""
+    ledger = _most_cache(plan)
+    service = ledger.service if ledger else None
+    if service is None or service.cache is None:
+        return []
+    planned, requests = service.context_tokens, service.concurrency
+    limit = max(model_context(plan.placement) if plan.placement else 0, planned)
+    contexts = sorted({min(max(planned * times // 4, 1), limit) for times in range(1, 9)})
+    concurrencies = sorted({1, max(requests // 2, 1), requests, 2 * requests, 4 * requests})
+    return [
+        {"concurrency": many, "context_tokens": tokens, "nbytes": service.cache.needed_bytes(many, tokens)}
+        for many in concurrencies
+        for tokens in contexts
+    ]
+
+
+def _most_cache(plan: Plan) -> RankLedger | None:
+    served = [ledger for ledger in plan.ranks if ledger.service and ledger.service.cache]
+    return max(served, key=lambda one: one.cache_bytes, default=None)
 
 
 def numerics(plan: Plan) -> dict[str, Any]:
@@ -102,11 +157,115 @@ def numerics(plan: Plan) -> dict[str, Any]:
     return {"class": "converted" if converted else "neutral", "converted": converted}
 
 
+def fit_document(checkpoint: Checkpoint, request: PlanRequest, found: Sequence[Fit]) -> dict[str, Any]:
+    """Return ``fit --json``."""
+    rows = [_way(one) for one in found]
+    return {
+        "schema": FIT_SCHEMA,
+        "checkpoint": _named(checkpoint),
+        "engine": request.engine,
+        "supply_bytes": request.supply.nbytes if request.supply else None,
+        "ways": rows,
+        "best": max(rows, key=lambda row: (row["longest_context"], -row["tp"]), default=None),
+    }
+
+
+def _way(found: Fit) -> dict[str, Any]:
+    request, plan = found.request, found.plan
+    return {
+        "tp": request.tp,
+        "ep": request.ep,
+        "pp": request.pp,
+        "dcp": request.dcp,
+        "fits": plan.fits,
+        "spare_bytes": plan.spare_bytes(plan.binding_rank),
+        "fixed_bytes": plan.ranks[plan.binding_rank].fixed_bytes,
+        "longest_context": found.longest_context,
+        "most_concurrency": found.most_concurrency,
+        "cache": cache_document(plan),
+        "reasons": list(plan.reasons),
+    }
+
+
+def regions_document(checkpoint: Checkpoint, request: PlanRequest, plan: Plan, regions: Regions) -> dict[str, Any]:
+    """Return what fits on a grid: of ``cells`` one row per concurrency, one cell per context.
+
+    Args:
+        checkpoint: What is planned.
+        request: How it is shared and served.
+        plan: Of the request itself; ``room_bytes`` is what its tightest rank has for cache.
+        regions: The grid.
+    """
+    supply = None if plan.supply is None else plan.supply.nbytes
+    fixed = plan.ranks[plan.binding_rank].fixed_bytes
+    return {
+        "schema": REGIONS_SCHEMA,
+        "checkpoint": _named(checkpoint),
+        "engine": request.engine,
+        "topology": _topology(request),
+        "supply_bytes": supply,
+        "room_bytes": None if supply is None else supply - fixed,
+        "contexts": list(regions.contexts),
+        "concurrencies": list(regions.concurrencies),
+        "cells": [
+            [{"fits": cell.fits, "spare_bytes": cell.spare_bytes, "cache_bytes": cell.cache_bytes} for cell in row]
+            for row in regions.cells
+        ],
+    }
+
+
+def flags_document(serve: ServePlan, command: ServeCommand) -> dict[str, Any]:
+    """Return ``flags --json``."""
+    return {
+        "schema": FLAGS_SCHEMA,
+        "engine": serve.engine,
+        "words": list(command.words),
+        "shell": command.shell,
+        "files": [{"name": file.name, "lines": list(file.lines)} for file in command.files],
+        "notes": list(command.notes),
+    }
+
+
+def gpus_document() -> dict[str, Any]:
+    """Return ``gpus --json``."""
+    return {
+        "schema": GPUS_SCHEMA,
+        "gpus": [
+            {
+                "name": gpu.slug,
+                "title": gpu.name,
+                "aliases": list(gpu.aliases),
+                "nominal_gb": gpu.nominal_gb,
+                "supply_bytes": supply.nbytes,
+                "basis": supply.basis,
+                "source": supply.source,
+            }
+            for gpu, supply in ((gpu, supply_bytes(gpu)) for gpu in gpu_table().gpus)
+        ],
+    }
+
+
+def models_document() -> dict[str, Any]:
+    """Return ``models --json``."""
+    return {
+        "schema": MODELS_SCHEMA,
+        "families": [
+            {
+                "family": name,
+                "model_types": facts["model_types"],
+                "title": facts.get("title", ""),
+                "source": load_recipe(name).source,
+            }
+            for name, facts in families().items()
+        ],
+    }
+
+
 def inspect_document(checkpoint: Checkpoint, inspection: Inspection) -> dict[str, Any]:
     """Return ``inspect --json``."""
     return {
         "schema": INSPECT_SCHEMA,
-        "checkpoint": {"name": checkpoint.name, "digest": checkpoint.digest, "family": checkpoint.family},
+        "checkpoint": _named(checkpoint),
         "source": "headers" if checkpoint.headers is not None else "config",
         "tensors": inspection.total.tensors,
         "payload_bytes": inspection.total.nbytes,
@@ -118,6 +277,14 @@ def inspect_document(checkpoint: Checkpoint, inspection: Inspection) -> dict[str
         "convertible_bytes": inspection.convertible_bytes,
         "notes": list(inspection.notes),
     }
+
+
+def _topology(request: PlanRequest) -> dict[str, int]:
+    return {"tp": request.tp, "ep": request.ep, "pp": request.pp, "dcp": request.dcp}
+
+
+def _named(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {"name": checkpoint.name, "digest": checkpoint.digest, "family": checkpoint.family}
 
 
 def _line(line: LedgerLine) -> dict[str, Any]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tonnage.report.documents import cache_document
+from tonnage.errors import one_line
+from tonnage.report.bars import ranges
+from tonnage.report.changes import changes, signed_size
+from tonnage.report.documents import cache_document, plan_document
+from tonnage.report.saved import read_saved
+from tonnage.report.terminal import RankBars, plain_text
 from tonnage.units import MIB, gib, unit_for
 
 if TYPE_CHECKING:
@@ -18,23 +24,32 @@ if TYPE_CHECKING:
     from tonnage.inspection import Inspection, Sum
     from tonnage.memory.supply import Gpu
     from tonnage.plan import Plan, RankLedger
+    from tonnage.report.saved import SavedPlan
 
 _NUMBERS = ("files", "bytes", "GiB", "MiB", "tensors", "nominal GB", "planned", "bound", "measured", "difference")
 """What the heads of columns of numbers end with."""
 _GAP = 2
 
 
-def render(table: RenderableType, *, width: int | None = None) -> str:
-    """Return a table as text: as wide as the terminal, or 110 columns where there is none; no line ends with blanks."""
-    console = Console(width=width, no_color=None)
+def render(table: RenderableType, *, width: int | None = None, plain: bool = False) -> str:
+    """Return a table as text: as wide as the terminal, or 110 columns where there is none; no line ends with blanks.
+
+    Args:
+        table: One part, or a group of them.
+        width: In columns.
+        plain: No colours, and ASCII alone; where the output can hold nothing else it is ASCII anyway.
+    """
+    console = Console(width=width, no_color=None, color_system=None if plain else "auto")
     if not console.is_terminal and width is None:
         console = Console(width=110, color_system=None)
-    columns = console.width
+    columns, in_ascii = console.width, plain or console.options.ascii_only
     with console.capture() as capture:
         for part in table.renderables if isinstance(table, Group) else (table,):
             console.width = max(columns, _least_width(part)) if isinstance(part, Table) else columns
-            console.print(part, soft_wrap=isinstance(part, Text))
-    return "\n".join(line.rstrip(" ") for line in capture.get().split("\n"))
+            drawn = replace(part, plain=in_ascii) if isinstance(part, RankBars) else part
+            console.print(drawn, soft_wrap=isinstance(part, Text))
+    text = "\n".join(line.rstrip(" ") for line in capture.get().split("\n"))
+    return plain_text(text) if in_ascii else text
 
 
 def _least_width(table: Table) -> int:
@@ -43,22 +58,43 @@ def _least_width(table: Table) -> int:
     return sum(max(len(str(text)) for text in found) + _GAP for found in texts) - _GAP
 
 
-def plan_table(checkpoint: Checkpoint, request: PlanRequest, plan: Plan, suggestions: Sequence[str]) -> RenderableType:
-    """Return the ledger of the binding rank, the other ranks in one line each, and the verdict."""
-    topology = " ".join(
-        f"{name}{size}"
-        for name, size in (("tp", request.tp), ("ep", request.ep), ("pp", request.pp), ("dcp", request.dcp))
-        if size > 1 or name == "tp"
-    )
-    title = f"{checkpoint.name} ({checkpoint.family}) · {topology} · {request.engine} · {request.estimator}"
+def plan_table(
+    checkpoint: Checkpoint,
+    request: PlanRequest,
+    plan: Plan,
+    suggestions: Sequence[str],
+    *,
+    before: SavedPlan | None = None,
+    options: Sequence[str] = (),
+) -> RenderableType:
+    """Return the ledger of the binding rank, every rank as a bar, what changed since a plan before, and the verdict."""
+    saved = read_saved(plan_document(checkpoint, request, plan, suggestions, options=options))
+    named = saved.checkpoint
+    title = f"{named.name} ({named.family}) · {saved.topology.words} · {request.engine} · {request.estimator}"
     parts: list[RenderableType] = [Text(title, style="bold"), _ledger(plan.ranks[plan.binding_rank], plan.kv_bytes)]
     if len(plan.ranks) > 1:
         parts.append(Text(_spread(plan)))
     parts += _cache(plan)
     parts += [_remarks(plan, kind) for kind in dict.fromkeys(remark.kind for remark in plan.remarks)]
-    parts += [Text(note, style="dim") for note in (*plan.notes, *plan.pessimism)]
-    parts.append(_verdict(plan, suggestions))
+    parts += [Text(note, style="dim") for note in (*saved.notes, *saved.pessimism)]
+    if before is not None:
+        parts += _changed(before, saved)
+    parts += [RankBars(plan=saved), _verdict(plan, suggestions)]
     return Group(*parts)
+
+
+def _changed(before: SavedPlan, after: SavedPlan) -> list[RenderableType]:
+    """Say what changed since a plan before: in words, what was asked, and line by line at the bounds."""
+    found = changes(before, after)
+    parts: list[RenderableType] = [Text("changed: " + " ".join(found.words), style="bold")]
+    parts += [Text(f"  {fact.name}: {fact.before} -> {fact.after}") for fact in found.facts]
+    if found.lines:
+        table = new_table("at its bound:", "before bytes", "now bytes", "difference", "")
+        for line in found.lines:
+            sizes = ("none" if size is None else f"{size:,}" for size in (line.before, line.after))
+            add_row(table, line.component, *sizes, f"{line.difference:+,}", signed_size(line.difference))
+        parts.append(table)
+    return parts
 
 
 def inspect_table(checkpoint: Checkpoint, inspection: Inspection) -> RenderableType:
@@ -70,14 +106,14 @@ def inspect_table(checkpoint: Checkpoint, inspection: Inspection) -> RenderableT
         f"counted projections {inspection.projection_bytes:,} bytes · latent pair {inspection.latent_bytes:,} bytes"
     )
     parts: list[RenderableType] = [
-        Text(f"{checkpoint.name} ({checkpoint.family}), from {source}", style="bold"),
+        Text(one_line(f"{checkpoint.name} ({checkpoint.family}), from {source}"), style="bold"),
         Text(f"tensors {total.tensors:,} · payload {total.nbytes:,} bytes ({short(total.nbytes)} {unit})"),
         _sums("role", inspection.by_role),
         _sums("storage format", inspection.by_format),
         _sums("dtype", inspection.by_dtype),
         Text(f"{credit} · convertible to MXFP8 {inspection.convertible_bytes:,} bytes"),
     ]
-    parts += [Text(note, style="dim") for note in inspection.notes]
+    parts += [Text(one_line(note), style="dim") for note in inspection.notes]
     if checkpoint.headers is not None:
         parts.append(Text("nothing missing, nothing unexpected, nothing misshapen"))
     return Group(*parts)
@@ -169,17 +205,6 @@ def _spread(plan: Plan) -> str:
     )
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """Write 0, 1, 2, 5 as ``0-2, 5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
 def _verdict(plan: Plan, suggestions: Sequence[str]) -> Text:
     spare = plan.spare_bytes(plan.binding_rank)
     supply = ""
@@ -207,8 +232,8 @@ def _sums(title: str, rows: Sequence[tuple[str, Sum]]) -> Table:
 
 
 def add_row(table: Table, *cells: str) -> None:
-    """Add a row of plain text: nothing in it is markup, whoever wrote it."""
-    table.add_row(*map(Text, cells))
+    """Add a row of plain text: nothing in it is markup, or a word to the terminal, whoever wrote it."""
+    table.add_row(*(Text(one_line(cell)) for cell in cells))
 
 
 def new_table(*columns: str, whole: Collection[str] = ()) -> Table:

@@ -1,23 +1,32 @@
-"""The request of a plan from the options that plan, fit and flags share."""
+"""The request of a plan from options as they are typed: those of plan, fit and flags, and of a page.
+
+No file is opened here: a draft and a calibration record are read where the options come from.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tonnage.api import Convert, PlanRequest, open_checkpoint
-from tonnage.cli.supplies import ask_supply
+from tonnage.api import Convert, Estimator, PlanRequest
+from tonnage.calibrations.io import known_records
 from tonnage.errors import Problem, UnitError
 from tonnage.memory.cache_dtypes import engine_kv_dtype
 from tonnage.memory.workspace_shape import parse_release
 from tonnage.profile import parse_profile
+from tonnage.supply_options import ask_supply
 from tonnage.units import parse_size
 
 if TYPE_CHECKING:
+    from tonnage.api import Checkpoint
+    from tonnage.calibrations.credit_records import CreditRecord
     from tonnage.draft import DraftMethod
     from tonnage.topology import Engine
 
+_GPUS = 8
+"""Where nobody says how many there are."""
 
-def plan_request(
+
+def plan_request(  # noqa: PLR0913 - one parameter per option
     *,
     tp: int = 1,
     ep: int = 1,
@@ -35,14 +44,18 @@ def plan_request(
     kv_bytes: str | None = None,
     engine_version: str | None = None,
     eager: bool = False,
-    draft: str | None = None,
+    draft: Checkpoint | None = None,
     draft_bytes: str = "0",
     draft_method: DraftMethod | None = None,
     draft_tokens: int | None = None,
     convert: Convert = "none",
+    estimator: Estimator = "exact",
+    credit_permille: int | None = None,
+    credit_record: CreditRecord | None = None,
+    device_bytes: int | None = None,
     ranks: int | None = None,
 ) -> PlanRequest:
-    """Return the request; every argument is an option as it was typed.
+    """Return the request; every argument is an option as it was typed, or what it names.
 
     Raises:
         TonnageError: An option cannot be read, or contradicts another.
@@ -56,6 +69,7 @@ def plan_request(
                 found=engine,
             )
         )
+    by_record = estimator == "credit" and credit_permille is None and credit_record is None
     asked = ask_supply(gpu=gpu, supply=supply, free=free, utilization=utilization, ranks=ranks or tp * pp)
     request = PlanRequest(
         tp=tp,
@@ -72,10 +86,15 @@ def plan_request(
         version=engine_version,
         kv_bytes=parse_size(kv_bytes, where="--kv-bytes") if kv_bytes is not None else None,
         eager=eager,
-        draft=open_checkpoint(draft, draft_method=draft_method or "") if draft is not None else None,
+        draft=draft,
         draft_bytes=parse_size(draft_bytes, where="--draft-bytes"),
         draft_method=draft_method,
         draft_tokens=draft_tokens,
+        estimator=estimator,
+        credit_permille=credit_permille,
+        credit_record=credit_record,
+        credit_records=tuple(found.record for found in known_records()) if by_record else (),
+        device_bytes=device_bytes,
     )
     if engine_version is not None and parse_release(engine_version) is None:
         expected = "a release such as 0.33.0; leave it out for builds without one"
@@ -83,3 +102,17 @@ def plan_request(
     if kv_dtype is not None and not request.serves:
         engine_kv_dtype(kv_dtype, ())  # used by nothing, and yet no word that means nothing
     return request
+
+
+def gpus_there(*, tp: int | None, pp: int, gpus: int | None) -> int:
+    """Return the GPUs that a model may be shared over: those that are said, else those of one way, else 8.
+
+    Raises:
+        UnitError: One way takes more.
+    """
+    ranks = (tp or 1) * pp
+    there = gpus or (ranks if tp is not None else _GPUS)
+    if ranks > there:
+        found = f"{ranks} ranks"
+        raise UnitError(Problem(where="--tp, --pp", what="more ranks than GPUs", expected=str(there), found=found))
+    return there

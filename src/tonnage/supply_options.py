@@ -1,4 +1,4 @@
-"""The supply of a command: a GPU of the table, a size, or what the driver says is free."""
+"""The supply that options ask for: a GPU of the table, a size, or what the driver says is free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from tonnage.errors import Problem, UnitError
-from tonnage.memory.supply import Gpu, Supply, find_gpu, parse_supply, supply_bytes
+from tonnage.memory.devices import free_supply, select_devices
+from tonnage.memory.driver import read_devices
+from tonnage.memory.supply import Gpu, Supply, find_gpu, gpu_of_driver, parse_supply, supply_bytes
 from tonnage.units import parse_number
 
 
@@ -51,10 +53,6 @@ def ask_supply(
 
 
 def _free(text: str, ranks: int) -> AskedSupply:
-    from tonnage.memory.devices import free_supply, select_devices
-    from tonnage.memory.driver import read_devices
-    from tonnage.memory.supply import gpu_of_driver
-
     devices = read_devices()
     if text != "all":
         devices = select_devices(devices, text, where="--free")

@@ -1,0 +1,122 @@
+"""The web application: bodies are read up to a limit, questions go to workers, answers are sent back as they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tonnage.errors import Problem
+from tonnage.ui.assets import asset_routes, package
+from tonnage.ui.guard import Guard, problem_response
+from tonnage.ui.messages import Answer, Question
+from tonnage.ui.openapi import openapi_document
+from tonnage.ui.pool import BusyError, Pool, TookTooLongError, UnansweredError
+from tonnage.ui.routes import API, PAGES, Answered
+from tonnage.ui.settings import Settings
+
+BODY_SECONDS = 10
+RETRY_SECONDS = "1"
+_CLOSE = {"Connection": "close"}
+SLOW, TOO_LARGE, BUG, BUSY, TOOK_TOO_LONG = 408, 413, 500, 503, 504
+
+
+def make_app(settings: Settings) -> Starlette:
+    """Return the application; its workers run for as long as it does."""
+    package("jinja2")  # which only workers import, and whose absence is better known before
+    pool = Pool(settings)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with pool.running():
+            yield
+
+    description = msgspec.json.encode(openapi_document())
+
+    async def described(_: Request) -> Response:
+        return Response(description, media_type="application/json")
+
+    answered = [
+        Route(route.path, partial(_answer, route, pool, settings), methods=[route.method]) for route in (*API, *PAGES)
+    ]
+    return Starlette(
+        routes=[*answered, Route("/api/openapi.json", described), *asset_routes()],
+        middleware=[Middleware(Guard, hosts=settings.hosts)],
+        exception_handlers={HTTPException: _http_problem},
+        lifespan=lifespan,
+    )
+
+
+async def _answer(route: Answered, pool: Pool, settings: Settings, request: Request) -> Response:
+    """Return what a worker answers."""
+    try:
+        posted = route.method == "POST"
+        body = await _body(request, settings.body_bytes) if posted else request.scope["query_string"]
+        return _response(await pool.ask(Question(route.name, body)))
+    except (UnansweredError, ClientDisconnect) as error:
+        return _unanswered(error, settings)
+
+
+def _unanswered(error: UnansweredError | ClientDisconnect, settings: Settings) -> Response:
+    """Return why there is no answer."""
+    if isinstance(error, BodyTooLargeError):
+        expected = f"at most {settings.body_bytes} bytes"
+        return problem_response(TOO_LARGE, Problem(where="body", what="too large", expected=expected), headers=_CLOSE)
+    if isinstance(error, BodyTooSlowError):
+        expected = f"all of it within {BODY_SECONDS} s"
+        return problem_response(SLOW, Problem(where="body", what="too slow", expected=expected), headers=_CLOSE)
+    if isinstance(error, BusyError):
+        busy = Problem(where="server", what="too many requests wait", expected="another try later")
+        return problem_response(BUSY, busy, headers={"Retry-After": RETRY_SECONDS})
+    if isinstance(error, TookTooLongError):
+        expected = f"an answer within {settings.seconds:g} s"
+        return problem_response(TOOK_TOO_LONG, Problem(where="server", what="cut off", expected=expected))
+    return problem_response(BUG, Problem(where="server", what="a bug; the terminal it runs in says more"))
+
+
+class BodyTooLargeError(UnansweredError):
+    """A body is longer than is read."""
+
+
+class BodyTooSlowError(UnansweredError):
+    """A body does not arrive."""
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """Return the body of a request, read no further than it may go and no longer than it may take."""
+    stated = request.headers.get("content-length", "0")
+    if stated.isdecimal() and int(stated[:20]) > most:
+        raise BodyTooLargeError
+    read = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                read += part
+                if len(read) > most:
+                    raise BodyTooLargeError
+    except TimeoutError as error:
+        raise BodyTooSlowError from error
+    return bytes(read)
+
+
+def _response(answer: Answer) -> Response:
+    headers: Mapping[str, str] = {}
+    if answer.filename:
+        headers = {"Content-Disposition": f'attachment; filename="{answer.filename}"'}
+    return Response(answer.content, status_code=answer.status, media_type=answer.media, headers=headers)
+
+
+async def _http_problem(_: Request, error: Exception) -> Response:
+    """Return what the router refuses as our own refusals."""
+    assert isinstance(error, HTTPException)
+    problem = Problem(where="request", what=error.detail)
+    return problem_response(error.status_code, problem, headers=dict(error.headers or {}))

@@ -1,0 +1,137 @@
+"""The workers of a server: one question each at a time, cut off when it takes too long, replaced when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+
+from tonnage.ui.messages import LENGTH_BYTES, READY, Answer, Question
+from tonnage.ui.settings import Settings
+
+_RETRY_SECONDS = 1
+_ENDED = (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError)
+
+
+class UnansweredError(Exception):
+    """There is no answer."""
+
+
+class BusyError(UnansweredError):
+    """More requests wait than may."""
+
+
+class TookTooLongError(UnansweredError):
+    """A question was not answered in time."""
+
+
+class WorkerEndedError(UnansweredError):
+    """A worker ended while it was asked; it has said why on standard error."""
+
+
+class Pool:
+    """Asks workers."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Take how many there are and how long they may take."""
+        self._settings = settings
+        self._idle: asyncio.LifoQueue[Process] = asyncio.LifoQueue()
+        self._waiting = 0
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._all: set[Process] = set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Pool]:
+        """Run the workers; afterwards all have ended.
+
+        Raises:
+            WorkerEndedError: One of them ended before it could be asked.
+        """
+        try:
+            try:
+                await asyncio.gather(*(self._start() for _ in range(self._settings.workers)))
+            except _ENDED as error:
+                raise WorkerEndedError from error
+            yield self
+        finally:
+            for task in self._replacing:
+                task.cancel()
+            await asyncio.gather(*self._replacing, return_exceptions=True)
+            for process in tuple(self._all):
+                await self._end(process)
+
+    async def ask(self, question: Question) -> Answer:
+        """Return the answer of a worker.
+
+        Raises:
+            BusyError: Too many wait already.
+            TookTooLongError: No answer in time; the time spent waiting counts.
+            WorkerEndedError: The worker ended without an answer.
+        """
+        if self._waiting >= self._settings.waiting + self._settings.workers:
+            raise BusyError
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._settings.seconds):
+                process = await self._idle.get()
+                return await self._ask(process, question)
+        except TimeoutError as error:
+            raise TookTooLongError from error
+        finally:
+            self._waiting -= 1
+
+    async def _ask(self, process: Process, question: Question) -> Answer:
+        answered = False
+        try:
+            raw = await _exchange(process, msgspec.msgpack.encode(question))
+            answered = True
+        except _ENDED as error:
+            raise WorkerEndedError from error
+        finally:
+            if answered:
+                self._idle.put_nowait(process)
+            else:  # ended, cut off or no longer wanted: what it would say belongs to nobody
+                self._replace(process)
+        return msgspec.msgpack.decode(raw, type=Answer)
+
+    def _replace(self, process: Process) -> None:
+        task = asyncio.create_task(self._end_and_start(process))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _end_and_start(self, process: Process) -> None:
+        await self._end(process)
+        while True:
+            try:
+                return await self._start()
+            except (OSError, *_ENDED):  # no process to spare; requests wait meanwhile, and are cut off
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _start(self) -> None:
+        settings = msgspec.json.encode(self._settings).decode()
+        command = (sys.executable, "-P", "-m", "tonnage.ui.worker", settings)
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        self._all.add(process)
+        assert process.stdout is not None
+        await process.stdout.readexactly(len(READY))  # a request does not wait for what is imported
+        self._idle.put_nowait(process)
+
+    async def _end(self, process: Process) -> None:
+        with suppress(ProcessLookupError):
+            process.kill()  # it holds nothing that must be written
+        await process.wait()
+        self._all.discard(process)
+
+
+async def _exchange(process: Process, content: bytes) -> bytes:
+    """Return what a worker says to something."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(len(content).to_bytes(LENGTH_BYTES) + content)
+    await process.stdin.drain()
+    head = await process.stdout.readexactly(LENGTH_BYTES)
+    return await process.stdout.readexactly(int.from_bytes(head))
