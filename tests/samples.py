@@ -193,3 +193,48 @@ def served(place: Path, *words: str) -> Iterator[tuple[str, subprocess.Popen[str
             yield process.stdout.readline().strip(), process
         finally:
             process.kill()
+
+
+def write_shards(directory: Path, *, shards: int = 3, pretty: bool = True) -> Path:
+    """Write a small Llama as several shard files with an index, its weights sparse; return the directory."""
+    from tonnage.synth.io import RehearsalOptions, write_rehearsal
+
+    write_rehearsal(parse_config(LLAMA, name="small"), directory, RehearsalOptions())
+    whole = directory / "model.safetensors"
+    raw = whole.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    whole.unlink()
+    names = [name for name in header if name != "__metadata__"]
+    index = {}
+    for number in range(shards):
+        file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
+        mine, begin = {}, 0
+        for name in names[number::shards]:
+            nbytes = header[name]["data_offsets"][1] - header[name]["data_offsets"][0]
+            mine[name] = header[name] | {"data_offsets": [begin, begin + nbytes]}
+            index[name], begin = file, begin + nbytes
+        text = json.dumps(mine, separators=(",", ":")).encode()
+        with (directory / file).open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            out.truncate(8 + len(text) + begin)
+    document = {"metadata": {"total_size": sum(tensor_bytes(header).values())}, "weight_map": index}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(document, indent=2 if pretty else None))
+    return directory
+
+
+def tensor_bytes(header: dict[str, Any]) -> dict[str, int]:
+    """Return the bytes of every tensor of a header."""
+    return {
+        name: entry["data_offsets"][1] - entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def header_bytes_in(directory: Path) -> int:
+    """Return the bytes of all headers of a checkpoint, lengths included."""
+    found = 0
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb") as file:
+            found += 8 + int.from_bytes(file.read(8), "little")
+    return found

@@ -43,8 +43,8 @@ def test_every_help_ends_with_an_example_that_runs(tonnage, tmp_path):
 def test_commands_are_listed_as_they_follow_each_other_each_on_one_line(tonnage):
     lines = [line.split(maxsplit=1) for line in tonnage("-h").stdout.split("Commands:\n")[1].splitlines()]
     assert [name for name, _ in lines] == [
-        "inspect", "plan", "report", "fit", "flags", "synth", "prepare", "export", "export-names", "verify", "measure", "explain",
-        "compare", "calibrate", "calibrations", "observe", "ui", "models", "gpus", "demo",
+        "inspect", "plan", "report", "fit", "flags", "synth", "prepare", "export", "export-names", "join", "verify", "fetch",
+        "measure", "explain", "compare", "calibrate", "calibrations", "observe", "ui", "models", "gpus", "demo",
     ]  # fmt: skip
     assert not [text for _, text in lines if len(text) > 60 or text.endswith("...")]
 
@@ -136,7 +136,10 @@ def test_tp_that_cannot_work_names_tensor_axis_divisor_and_the_sizes_that_do(ton
 UNUSABLE = {
     "no such directory": (("inspect", "nowhere"), "nowhere"),
     "no such config": (("plan", "nowhere.json"), "nowhere.json"),
-    "remote source": (("plan", "hf:org/name"), "remote sources"),
+    "no address on the hub": (("plan", "hf:org/name/more"), "hf:organisation/name"),
+    "a page of the hub": (("plan", "https://huggingface.co/org/name"), "hf:org/name"),
+    "in the clear": (("plan", "http://example.com/m"), "http without TLS"),
+    "no bucket": (("inspect", "s3://"), "s3://bucket/prefix"),
     "unknown family": (("plan", "tests/data/configs/stepfun-ai__Step-3.7-Flash.json"), "step3p7"),
     "no model type": (("plan", "tests/data/configs/Qwen__Qwen3.5-9B.json"), "model_type"),
     "unknown gpu": (("plan", K3, "--gpu", "rtx-9090"), "rtx-9090"),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from samples import load_script
+from samples import load_script, write_shards
+from servers import hub, web
 from tonnage.api import PlanRequest, checkpoint_from_config, plan_checkpoint
 from tonnage.calibrations.term_records import write_terms
 from tonnage.errors import PlacementError, TonnageError
@@ -27,6 +30,23 @@ def test_example_of_the_page_is_the_commands_output(tonnage, page):
     done = tonnage(*block["words"].split())
     assert done.returncode == 0
     assert [line.rstrip() for line in done.stdout.splitlines()] == block["output"].splitlines()
+
+
+def test_commands_of_the_page_on_sources_run(tmp_path, monkeypatch):
+    """Against servers on loopback in the place of the hub and of the web server that the page names."""
+    write_shards(tmp_path / "small-llama")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "sources.md").read_text(), re.DOTALL)
+    lines = blocks[0].splitlines()
+    assert len(lines) >= 6
+    with hub(tmp_path / "small-llama", repository="example-org/small-llama") as there, web(tmp_path) as server:
+        monkeypatch.setenv("HF_ENDPOINT", there.api.url)
+        for line in lines:
+            program, *words = line.replace("https://models.example.com", server.url).split()
+            assert program == "tonnage"
+            done = subprocess.run([Path(sys.executable).with_name(program), *words], capture_output=True, check=False)
+            assert done.returncode == 0, (line, done.stderr)
 
 
 def test_every_row_of_the_vllm_agreement_is_planned_to_the_byte():

@@ -817,6 +817,7 @@ def test_command_says_what_it_made(tonnage: Tonnage, place: Path, prepared: Path
         "signer": {"method": "key", "identity": sha256((place / "key.pub.pem").read_bytes()).hexdigest()},
         "changed": True,
         "moved": False,
+        "uploaded": None,
     }
     done = tonnage("export", prepared, "--key", place / "key.pem")
     assert done.returncode == 0

@@ -83,6 +83,23 @@ def test_planning_needs_no_extra(place: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("modules", "address", "line"),
+    [
+        (
+            "huggingface_hub",
+            "hf:org/name",
+            "huggingface_hub is not installed; it comes with `pip install 'tonnage[hub]'`",
+        ),
+        ("httpx2", "hf:org/name", "httpx2 is not installed; it comes with `pip install 'tonnage[hub]'`"),
+        ("obstore", "s3://bucket/m", "obstore is not installed; it comes with `pip install 'tonnage[store]'`"),
+    ],
+)
+def test_an_address_names_the_extra_it_needs(modules: str, address: str, line: str, place: Path) -> None:
+    done = run_without(modules, ("plan", address), place)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"tonnage: {line}\n")
+
+
 def test_any_other_missing_module_is_a_bug(place: Path) -> None:
     done = run_without("tonnage.export.naming", EXPORT, place)
     assert done.returncode == 1

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from samples import read_shards
-from tonnage.checkpoint.index import IndexFindings, check_index, is_plain_file_name
+from tonnage.checkpoint.index import IndexFindings, check_index
 from tonnage.checkpoint.io import read_checkpoint_headers
 from tonnage.errors import CheckpointError
+from tonnage.sources.model import is_plain_file_name
 
 HOSTILE = Path(__file__).parent / "hostile"
 SYNTAX = re.compile("(expected one JSON value; found ).*")

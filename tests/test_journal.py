@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tonnage.errors import TonnageError
-from tonnage.prepare.io import FileFacts, NewFile, own_tag, write_whole
+from tonnage.prepare.io import NewFile, own_tag, write_whole
 from tonnage.prepare.journal import (
     ConvertedTensor,
     Identity,
@@ -32,10 +32,14 @@ from tonnage.prepare.output_dir import (
     remove_partials,
     remove_recorded,
 )
+from tonnage.sources.model import FileFacts
 
 IDENTITY = Identity(
     checkpoint="c0ffee",
-    sources=(FileFacts(name="a", nbytes=10, mtime_ns=1), FileFacts(name="b", nbytes=20, mtime_ns=2)),
+    sources=(
+        FileFacts(name="a", nbytes=10, version="mtime 1 ns"),
+        FileFacts(name="b", nbytes=20, version="mtime 2 ns"),
+    ),
     recipe="llama 1",
     topology="tp2 ep1 pp1",
     engine="split",
@@ -162,7 +166,10 @@ def test_every_field_of_the_identity_counts_and_is_named(name: str) -> None:
 
 
 def test_changed_sources_are_named_with_what_changed() -> None:
-    changed = (FileFacts(name="a", nbytes=10, mtime_ns=9), FileFacts(name="c", nbytes=1, mtime_ns=1))
+    changed = (
+        FileFacts(name="a", nbytes=10, version="mtime 9 ns"),
+        FileFacts(name="c", nbytes=1, version="mtime 1 ns"),
+    )
     with pytest.raises(TonnageError) as caught:
         check_identity(IDENTITY, replace(IDENTITY, sources=changed, hash="sha256"), where="out")
     start = "--force starts over; expected as then:"

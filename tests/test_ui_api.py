@@ -375,7 +375,7 @@ def test_names_from_input_stay_text(client):
 
 
 BODIES_OF_COMMANDS = {"plan": PlanBody, "fit": FitBody, "flags": FlagsBody}
-OF_THE_TERMINAL = {"source", "as_json", "html", "against", "force", "plain", "typed"}
+OF_THE_TERMINAL = {"offline", "source", "as_json", "html", "against", "force", "plain", "typed"}
 OF_HTTP = {"checkpoint", "suggestions", "growth"}
 
 

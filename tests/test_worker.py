@@ -27,7 +27,7 @@ from blake3 import blake3
 
 from tonnage.errors import TonnageError
 from tonnage.formats.dtypes import payload_bytes
-from tonnage.prepare.io import FileFacts, NewFile, PrepareError, source_facts
+from tonnage.prepare.io import NewFile, PrepareError, source_facts
 from tonnage.prepare.jobs import Job, OutputFile, OutputTensor, SourceFile, SourceTensor, Step, Take, WholeFile
 from tonnage.prepare.journal import SourceDigest
 from tonnage.prepare.layout import header_bytes
@@ -35,6 +35,9 @@ from tonnage.prepare.messages import BUG_STATUS, Setup, Task
 from tonnage.prepare.pool import Worker, run_tasks, started
 from tonnage.prepare.windows import cut_tensor, merged, pieces
 from tonnage.prepare.worker import run_task
+from tonnage.sources.addresses import open_source
+from tonnage.sources.local import LocalSource
+from tonnage.sources.model import FileFacts
 
 SHARD = "model.safetensors"
 RANGES = tuple[tuple[int, int], ...]
@@ -92,12 +95,12 @@ def one_tensor_job(
 
 
 def task_of(job: Job, setup: Setup) -> Task:
-    facts = source_facts(setup.source, [SHARD])[0]
+    facts = source_facts(open_source(setup.address), [SHARD])[0]
     return Task(number=3, work=job, source=facts, headers=tuple(map(header_bytes, job.outputs)))
 
 
 def digest_task(setup: Setup) -> Task:
-    facts = source_facts(setup.source, [SHARD])[0]
+    facts = source_facts(open_source(setup.address), [SHARD])[0]
     return Task(number=7, work=SourceFile(name=SHARD), source=facts)
 
 
@@ -146,7 +149,7 @@ def test_every_rank_gets_its_slice_in_any_window(
         {rank: (axis, mine, 0) for rank, mine in enumerate(ranges)},
         {rank: part.shape for rank, part in enumerate(expected)},
     )
-    setup = Setup(source=tmp_path / "source", output=tmp_path / "out", window_bytes=window_bytes)
+    setup = Setup(address=str(tmp_path / "source"), output=tmp_path / "out", window_bytes=window_bytes)
     seen: list[int] = []
     record = run_task(task_of(job, setup), setup, seen.append)
     for part, output, written in zip(expected, job.outputs, record.files, strict=True):
@@ -175,7 +178,7 @@ def test_padding_is_zeros_behind_what_is_taken(
     taken = whole.take(range(*ranges[0]), axis) if ranges else whole[:0]
     expected = np.pad(taken, padding)
     job = one_tensor_job(source, {0: (axis, ranges, zero_bytes)}, {0: expected.shape})
-    setup = Setup(source=tmp_path / "source", output=tmp_path / "out", window_bytes=window_bytes)
+    setup = Setup(address=str(tmp_path / "source"), output=tmp_path / "out", window_bytes=window_bytes)
     run_task(task_of(job, setup), setup, nothing)
     assert read_back(tmp_path / "out" / job.outputs[0].path, "embed")[2] == expected.tobytes()
 
@@ -229,7 +232,7 @@ def test_scalars_and_empty_tensors_are_written(tmp_path: Path) -> None:
             ),
         ),
     )
-    setup = Setup(source=tmp_path / "source", output=tmp_path / "out")
+    setup = Setup(address=str(tmp_path / "source"), output=tmp_path / "out")
     run_task(task_of(job, setup), setup, nothing)
     assert read_back(tmp_path / "out" / "a.safetensors", "scalar") == ("F32", (), b"\x01\x02\x03\x04")
     assert read_back(tmp_path / "out" / "a.safetensors", "empty") == ("BF16", (0, 4), b"")
@@ -237,7 +240,7 @@ def test_scalars_and_empty_tensors_are_written(tmp_path: Path) -> None:
 
 def test_sha256_alone_is_the_one_of_hashlib(tmp_path: Path) -> None:
     source, job = plain_job(tmp_path)
-    setup = Setup(source=source, output=tmp_path / "out", hash="sha256", window_bytes=64)
+    setup = Setup(address=str(source), output=tmp_path / "out", hash="sha256", window_bytes=64)
     (written,) = run_task(task_of(job, setup), setup, nothing).files
     digest = hashlib.sha256((tmp_path / "out" / written.path).read_bytes()).hexdigest()
     assert (written.digest, written.sha256) == (digest, None)
@@ -246,8 +249,8 @@ def test_sha256_alone_is_the_one_of_hashlib(tmp_path: Path) -> None:
 @pytest.mark.parametrize("window_bytes", [1, 100, 8 << 20])
 def test_files_that_come_along_are_copied(tmp_path: Path, window_bytes: int) -> None:
     (tmp_path / "tokenizer.json").write_bytes(random_bytes(1000))
-    setup = Setup(source=tmp_path, output=tmp_path / "out", window_bytes=window_bytes)
-    facts = source_facts(tmp_path, ["tokenizer.json"])[0]
+    setup = Setup(address=str(tmp_path), output=tmp_path / "out", window_bytes=window_bytes)
+    facts = source_facts(LocalSource(tmp_path), ["tokenizer.json"])[0]
     task = Task(number=0, work=WholeFile(path="sub/tokenizer.json", source="tokenizer.json"), source=facts)
     (written,) = run_task(task, setup, nothing).files
     assert (tmp_path / "out" / "sub" / "tokenizer.json").read_bytes() == random_bytes(1000)
@@ -263,7 +266,7 @@ def test_the_digest_of_a_source_file_is_that_of_all_its_bytes(
     for nbytes in (0, 1000):
         (tmp_path / SHARD).write_bytes(random_bytes(nbytes))
         read: list[int] = []
-        setup = Setup(source=tmp_path, output=tmp_path / "out", hash=name, window_bytes=window_bytes)
+        setup = Setup(address=str(tmp_path), output=tmp_path / "out", hash=name, window_bytes=window_bytes)
         record = run_task(digest_task(setup), setup, read.append)
         digest = function(random_bytes(nbytes)).hexdigest()
         assert (record.job, record.files, record.converted) == (7, (), ())
@@ -322,7 +325,7 @@ def test_slices_of_the_conversion_equal_the_conversion_of_the_whole(
         np.frombuffer(raw, np.uint8).reshape(12, width) for raw, width in zip(reference(values), (96, 3), strict=True)
     )
     job = converting_job(source, axis, ranges)
-    setup = Setup(source=tmp_path / "source", output=tmp_path / "out", window_bytes=window_bytes)
+    setup = Setup(address=str(tmp_path / "source"), output=tmp_path / "out", window_bytes=window_bytes)
     record = run_task(task_of(job, setup), setup, nothing)
     for mine, output in zip(ranges, job.outputs, strict=True):
         parts = []
@@ -351,7 +354,7 @@ def test_a_value_that_is_not_finite_is_refused_by_name_and_position(tmp_path: Pa
     values[9, 33] = np.nan
     source = write_source(tmp_path / "source", {"w": ("F32", (12, 64), values.tobytes())})["w"]
     job = converting_job(source, 1, (((0, 32),), ((32, 64),)))
-    setup = Setup(source=tmp_path / "source", output=tmp_path / "out", window_bytes=1024)
+    setup = Setup(address=str(tmp_path / "source"), output=tmp_path / "out", window_bytes=1024)
     with pytest.raises(TonnageError, match=r"model.safetensors: w: a value that is not finite.*found at \[9, 33\]"):
         run_task(task_of(job, setup), setup, nothing)
     assert list((tmp_path / "out").iterdir()) == []
@@ -392,7 +395,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
 def test_a_source_that_changed_is_refused(tmp_path: Path, change: Callable[[Path], None], message: str) -> None:
     source, job = plain_job(tmp_path)
-    setup = Setup(source=source, output=tmp_path / "out")
+    setup = Setup(address=str(source), output=tmp_path / "out")
     task = task_of(job, setup)
     change(source / SHARD)
     with pytest.raises(TonnageError, match=message):
@@ -402,22 +405,22 @@ def test_a_source_that_changed_is_refused(tmp_path: Path, change: Callable[[Path
 
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
 def test_a_source_that_changed_has_no_digest(tmp_path: Path, change: Callable[[Path], None], message: str) -> None:
-    setup = Setup(source=plain_job(tmp_path)[0], output=tmp_path / "out")
+    setup = Setup(address=str(plain_job(tmp_path)[0]), output=tmp_path / "out")
     task = digest_task(setup)
-    change(setup.source / SHARD)
+    change(Path(setup.address) / SHARD)
     with pytest.raises(TonnageError, match=message):
         run_task(task, setup, nothing)
 
 
 def test_a_source_that_changes_while_its_digest_is_taken_has_none(tmp_path: Path) -> None:
-    setup = Setup(source=plain_job(tmp_path)[0], output=tmp_path / "out", window_bytes=1024)
+    setup = Setup(address=str(plain_job(tmp_path)[0]), output=tmp_path / "out", window_bytes=1024)
     with pytest.raises(TonnageError, match="changed since it was planned"):
-        run_task(digest_task(setup), setup, lambda _nbytes: touch(setup.source / SHARD))
+        run_task(digest_task(setup), setup, lambda _nbytes: touch(Path(setup.address) / SHARD))
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
     source, job = plain_job(tmp_path)
-    setup = Setup(source=source, output=tmp_path / "out", window_bytes=1024)
+    setup = Setup(address=str(source), output=tmp_path / "out", window_bytes=1024)
     with pytest.raises(TonnageError, match="changed since it was planned"):
         run_task(task_of(job, setup), setup, lambda _nbytes: touch(source / SHARD))
     assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
@@ -425,14 +428,14 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> No
 
 def test_a_source_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
     source, job = plain_job(tmp_path)
-    setup = Setup(source=source, output=tmp_path / "out", window_bytes=1024)
+    setup = Setup(address=str(source), output=tmp_path / "out", window_bytes=1024)
     with pytest.raises(TonnageError, match="truncated while it was read"):
         run_task(task_of(job, setup), setup, lambda _nbytes: os.truncate(source / SHARD, 1500))
 
 
 def test_until_a_file_is_whole_it_has_no_final_name(tmp_path: Path) -> None:
     source, job = plain_job(tmp_path)
-    setup = Setup(source=source, output=tmp_path / "out", window_bytes=256)
+    setup = Setup(address=str(source), output=tmp_path / "out", window_bytes=256)
     names: list[set[str]] = []
     folder = (tmp_path / "out" / job.outputs[0].path).parent
     run_task(task_of(job, setup), setup, lambda _nbytes: names.append({path.name for path in folder.iterdir()}))
@@ -445,7 +448,7 @@ def test_a_schedule_with_holes_is_a_bug_and_writes_nothing(tmp_path: Path) -> No
     source, job = plain_job(tmp_path)
     step = job.steps[0]
     job = replace(job, steps=(replace(step, takes=(replace(step.takes[0], begin=2),)),))
-    setup = Setup(source=source, output=tmp_path / "out")
+    setup = Setup(address=str(source), output=tmp_path / "out")
     with pytest.raises(ValueError, match="rank 0 is at byte 0, the schedule at 2"):
         run_task(task_of(job, setup), setup, nothing)
     assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
@@ -454,7 +457,7 @@ def test_a_schedule_with_holes_is_a_bug_and_writes_nothing(tmp_path: Path) -> No
 def test_too_few_bytes_are_a_bug_and_get_no_final_name(tmp_path: Path) -> None:
     source, job = plain_job(tmp_path)
     job = replace(job, steps=())
-    setup = Setup(source=source, output=tmp_path / "out")
+    setup = Setup(address=str(source), output=tmp_path / "out")
     with pytest.raises(ValueError, match="planned"):
         run_task(task_of(job, setup), setup, nothing)
     assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
@@ -465,7 +468,7 @@ def test_a_link_on_the_way_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out" / "weights").mkdir(parents=True)
     (tmp_path / "out" / "weights" / "rank-0").symlink_to(tmp_path / "elsewhere")
-    setup = Setup(source=source, output=tmp_path / "out")
+    setup = Setup(address=str(source), output=tmp_path / "out")
     with pytest.raises(TonnageError, match="rank-0: in the way of the output; expected a directory; found a link"):
         run_task(task_of(job, setup), setup, nothing)
     assert list((tmp_path / "elsewhere").iterdir()) == []
@@ -473,11 +476,11 @@ def test_a_link_on_the_way_is_not_followed(tmp_path: Path) -> None:
 
 def test_facts_name_every_missing_source(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"123")
-    assert source_facts(tmp_path, ["a"]) == (
-        FileFacts(name="a", nbytes=3, mtime_ns=(tmp_path / "a").stat().st_mtime_ns),
+    assert source_facts(LocalSource(tmp_path), ["a"]) == (
+        FileFacts(name="a", nbytes=3, version=f"mtime {(tmp_path / 'a').stat().st_mtime_ns} ns"),
     )
     with pytest.raises(TonnageError) as caught:
-        source_facts(tmp_path, ["b", "a", "c"])
+        source_facts(LocalSource(tmp_path), ["b", "a", "c"])
     assert [problem.where for problem in caught.value.problems] == ["b", "c"]
 
 
@@ -509,7 +512,7 @@ def lone_worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], socket.
                 text=True,
             )
         try:
-            yield process, ours, Setup(source=tmp_path / "source", output=tmp_path / "out")
+            yield process, ours, Setup(address=str(tmp_path / "source"), output=tmp_path / "out")
         finally:
             process.kill()
             process.communicate()
@@ -584,7 +587,7 @@ DEATHS = {
 @pytest.mark.parametrize(("code", "message"), DEATHS.values(), ids=DEATHS)
 def test_a_worker_that_is_gone_is_refused_in_one_line(tmp_path: Path, code: str, message: str) -> None:
     source, job = plain_job(tmp_path)
-    setup = Setup(source=source, output=tmp_path / "out")
+    setup = Setup(address=str(source), output=tmp_path / "out")
     worker = pretender(code)
     try:
         with pytest.raises(PrepareError, match=message) as caught:
@@ -599,7 +602,7 @@ def test_a_worker_that_is_gone_is_refused_in_one_line(tmp_path: Path, code: str,
 
 def test_a_bug_in_a_worker_is_shown_with_its_traceback(tmp_path: Path) -> None:
     source, job = plain_job(tmp_path)
-    setup = Setup(source=source, output=tmp_path / "out")
+    setup = Setup(address=str(source), output=tmp_path / "out")
     job = replace(job, steps=())
     with (
         (tmp_path / "lock").open("w") as lock,
@@ -611,7 +614,7 @@ def test_a_bug_in_a_worker_is_shown_with_its_traceback(tmp_path: Path) -> None:
 
 def test_telling_a_dead_worker_something_is_refused_although_sigpipe_kills(tmp_path: Path) -> None:
     source, job = plain_job(tmp_path)
-    setup = Setup(source=source, output=tmp_path / "out")
+    setup = Setup(address=str(source), output=tmp_path / "out")
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         with (tmp_path / "lock").open("w") as lock, started(1, lock.fileno()) as workers:

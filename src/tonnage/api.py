@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tonnage.assignment import CONVERTIBLE, Assignment, assign_blueprint, convert_to_mxfp8
 from tonnage.calibrations.credit_records import Chosen, CreditRecord, Subject, choose_record, use_record
 from tonnage.checkpoint.config import ModelConfig, parse_config
-from tonnage.checkpoint.io import CheckpointHeaders, begin_digest, read_bytes, read_checkpoint_headers
+from tonnage.checkpoint.io import JSON_LIMIT_BYTES, CheckpointHeaders, begin_digest, read_checkpoint_headers
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.container import check_against, check_container
 from tonnage.credit import CreditInputs
@@ -42,6 +42,8 @@ from tonnage.plan import Held, Plan, make_credit_plan, make_plan
 from tonnage.prepare.documents import MANIFEST, SIGNATURE, STATE, SUMMARY
 from tonnage.profile import Profile
 from tonnage.recipes.blueprint import blueprint_of
+from tonnage.sources.addresses import is_remote, open_source, split_file
+from tonnage.sources.model import INDEX_FILE, SUFFIX, Source, read_file
 from tonnage.topology import Engine, Topology
 
 if TYPE_CHECKING:
@@ -51,10 +53,12 @@ if TYPE_CHECKING:
     from tonnage.formats.exl3_v1_manifest import SlotManifest
     from tonnage.placed_weights import PlacedWeights
     from tonnage.serving import RankService, RankShape, Service
+    from tonnage.sources.limits import Limits
+    from tonnage.sources.transfer import Transfer
 
 Convert = Literal["none", "mxfp8"]
 Estimator = Literal["exact", "credit"]
-_INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx"})
 
 
@@ -67,12 +71,14 @@ class Checkpoint:
         digest: SHA-256 over shard names, sizes and headers; over config.json where there are no headers.
         assignment: Every tensor with role and storage format.
         headers: Validated headers; ``None`` if only a config was given.
+        source: Where its files lie; ``None`` if it was made of a config in memory.
     """
 
     name: str
     digest: str
     assignment: Assignment
     headers: CheckpointHeaders | None
+    source: Source | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -177,35 +183,45 @@ class PlanRequest:
         return Topology(tp=self.tp, ep=self.ep, pp=self.pp, dcp=self.dcp)
 
 
-def open_checkpoint(source: str | Path, *, draft_method: str = "") -> Checkpoint:
-    """Return a checkpoint directory, or a config.json, read and checked whole.
+def open_checkpoint(
+    source: str | Path | Source,
+    *,
+    draft_method: str = "",
+    limits: Limits | None = None,
+    transfer: Transfer | None = None,
+) -> Checkpoint:
+    """Return a checkpoint, or a config.json, read and checked whole.
 
     A directory with shard files is taken at its headers' word; one with config.json alone, or a config file, is planned
-    from its recipe. A config file may carry its neighbour ``hf_quant_config.json`` under ``_hf_quant_config``.
+    from its recipe. A config file may carry its neighbour ``hf_quant_config.json`` under ``_hf_quant_config``. From
+    elsewhere nothing but headers and small files is fetched.
 
     Args:
-        source: Directory or file.
+        source: Directory, file, or an address as :func:`tonnage.sources.addresses.open_source` takes it.
         draft_method: How it is to draft for another, where it is a draft.
+        limits: How long servers are waited for, and whether they are asked at all; by default as the environment says.
+        transfer: Where it is counted what goes over the network.
 
     Raises:
         TonnageError: The source is missing or wrong; every problem is named.
     """
-    path = _local(source)
-    if path.is_dir():
-        return _open_directory(path, draft_method)
-    config, digest = _read_config(path)
+    place, file = _located(source, limits, transfer)
+    if file is None:
+        return _open_directory(place, draft_method)
+    config, digest = _read_config(place, file)
     blueprint = blueprint_of(config, draft_method=draft_method)
-    return Checkpoint(name=config.name, digest=digest, assignment=assign_blueprint(blueprint), headers=None)
+    assignment = assign_blueprint(blueprint)
+    return Checkpoint(name=config.name, digest=digest, assignment=assignment, headers=None, source=place)
 
 
-def read_config(source: str | Path) -> ModelConfig:
-    """Return the config of a directory, or a config.json; a neighbour ``hf_quant_config.json`` belongs to it.
+def read_config(source: str | Path | Source) -> ModelConfig:
+    """Return the config of a checkpoint, or a config.json; a neighbour ``hf_quant_config.json`` belongs to it.
 
     Raises:
         TonnageError: The file is missing or wrong.
     """
-    path = _local(source)
-    return _read_config(path / "config.json" if path.is_dir() else path)[0]
+    place, file = _located(source)
+    return _read_config(place, file or _CONFIG)[0]
 
 
 def checkpoint_from_config(
@@ -431,43 +447,56 @@ def _left_plain(assignment: Assignment) -> dict[str, int]:
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def _local(source: str | Path) -> Path:
-    if str(source).startswith(("hf:", "http://", "https://", "s3://")):
-        raise CheckpointError(
-            Problem(
-                where=str(source), what="remote sources cannot be read yet", expected="a directory or a config.json"
-            )
-        )
+def _located(
+    source: str | Path | Source, limits: Limits | None = None, transfer: Transfer | None = None
+) -> tuple[Source, str | None]:
+    """Return where files lie, and the name of the one that was meant if it is no directory.
+
+    Raises:
+        CheckpointError: There is nothing, or no checkpoint.
+        SourceError: An address cannot be read, or its server cannot be reached or answers wrong.
+    """
+    if not isinstance(source, str | Path):
+        return source, None
+    if isinstance(source, str) and is_remote(source):
+        parent, file = split_file(source)
+        place = open_source(parent, limits=limits, transfer=transfer)
+        if file is None and not place.has(_CONFIG):
+            raise CheckpointError(_no_config(place.address))
+        return place, file
     path = Path(source)
     if not str(source) or not os.path.lexists(path):
-        hint = "a directory or a config.json; a model is not downloaded, give what is on disk"
+        hint = "a directory or a config.json; a model of the hub is written hf:organisation/name"
         raise CheckpointError(Problem(where=str(source), what="no such file or directory", expected=hint))
-    if path.suffix.lower() in _WEIGHT_SUFFIXES and not path.is_dir():
+    if path.is_dir():
+        if not (path / _CONFIG).exists():
+            raise CheckpointError(_no_config(str(source)))
+        return open_source(source), None
+    if path.suffix.lower() in _WEIGHT_SUFFIXES:
         raise CheckpointError(
             Problem(where=str(source), what="a file of weights", expected="its directory, or a config.json")
         )
-    if path.is_dir() and not (path / "config.json").exists():
-        raise CheckpointError(Problem(where=str(source), what="no config.json here", expected="a model directory"))
-    return path
+    return open_source(path.parent), path.name
 
 
-def _weights_beside(path: Path) -> str:
+def _no_config(where: str) -> Problem:
+    return Problem(where=where, what="no config.json here", expected="a model directory")
+
+
+def _weights_beside(names: Sequence[str]) -> str:
     """Name files of weights in a directory that are not read."""
-    names = sorted(entry.name for entry in path.iterdir() if entry.suffix.lower() in _WEIGHT_SUFFIXES)
-    return (
-        f"; not read: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        if names
-        else ""
-    )
+    found = [name for name in names if Path(name).suffix.lower() in _WEIGHT_SUFFIXES]
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    return f"; not read: {', '.join(found[:5])}{more}" if found else ""
 
 
-def _read_config(path: Path) -> tuple[ModelConfig, str]:
+def _read_config(source: Source, file: str) -> tuple[ModelConfig, str]:
     """Return a config file as a value, with the digest of its bytes."""
-    raw = read_bytes(path)
-    fields = parse_object(raw, where=path.name, kind=ConfigError, constants=True)
-    plain_name = path.name == "config.json"
-    name = path.resolve().parent.name if plain_name else path.stem
-    beside = _optional_json(path.with_name("hf_quant_config.json")) if plain_name else None
+    raw = read_file(source, file, limit_bytes=JSON_LIMIT_BYTES, kind=ConfigError)
+    fields = parse_object(raw, where=file, kind=ConfigError, constants=True)
+    plain_name = file == _CONFIG
+    name = source.name if plain_name else Path(file).stem
+    beside = _optional_json(source, "hf_quant_config.json") if plain_name else None
     return _parsed(fields, one_line(name), beside), hashlib.sha256(raw).hexdigest()
 
 
@@ -478,31 +507,34 @@ def _parsed(fields: Mapping[str, Any], name: str, hf_quant: Mapping[str, Any] | 
     return parse_config(fields, name=name, hf_quant=hf_quant)
 
 
-def _check_source(path: Path) -> None:
+def _check_source(source: Source) -> None:
     """Refuse what was cut into ranks: it is no checkpoint, and its config tells nothing of what was made of it."""
-    finished = all(os.path.lexists(path / name) for name in (MANIFEST, SIGNATURE))
-    begun = finished or any(os.path.lexists(path / name) for name in (SUMMARY, STATE))
-    if begun and (path / "weights").is_dir() and not any(path.glob("*.safetensors")):
+    finished = all(source.has(name) for name in (MANIFEST, SIGNATURE))
+    begun = finished or any(source.has(name) for name in (SUMMARY, STATE))
+    if begun and source.has("weights"):
         what = "a package" if finished else "a prepared directory"
         expected = "its source, or `tonnage measure` for what its ranks hold"
-        raise CheckpointError(Problem(where=str(path), what=f"{what}, cut into ranks", expected=expected))
+        raise CheckpointError(Problem(where=source.address, what=f"{what}, cut into ranks", expected=expected))
 
 
-def _open_directory(path: Path, draft_method: str) -> Checkpoint:
-    _check_source(path)
-    config, digest_of_config = _read_config(path / "config.json")
-    manifest = _manifest(path)
+def _open_directory(source: Source, draft_method: str) -> Checkpoint:
+    names = source.names()
+    weights = any(name.endswith(SUFFIX) for name in names)
+    if not weights:
+        _check_source(source)
+    config, digest_of_config = _read_config(source, _CONFIG)
+    manifest = _manifest(source)
     blueprint = blueprint_of(config, draft_method=draft_method)
-    if not any(path.glob("*.safetensors")) and not (path / _INDEX).exists():
+    if not weights and not source.has(INDEX_FILE):
         if manifest is not None:
-            raise CheckpointError(Problem(where=str(path), what="a manifest, but no safetensors files"))
-        note = f"no safetensors files in {path}: planned from config.json alone{_weights_beside(path)}"
+            raise CheckpointError(Problem(where=source.address, what="a manifest, but no safetensors files"))
+        note = f"no safetensors files in {source.address}: planned from config.json alone{_weights_beside(names)}"
         assignment = assign_blueprint(blueprint)
         noted = replace(assignment, notes=(note, *assignment.notes))
-        return Checkpoint(name=config.name, digest=digest_of_config, assignment=noted, headers=None)
+        return Checkpoint(name=config.name, digest=digest_of_config, assignment=noted, headers=None, source=source)
     layer_files = tuple(layer.file for layer in manifest.layers) if manifest else ()
-    headers = read_checkpoint_headers(path, also=layer_files)
-    digest = begin_digest(path, headers)
+    headers = read_checkpoint_headers(source, also=layer_files)
+    digest = begin_digest(source, headers)
     beside = frozenset(layer_files)
     shards = [shard for shard in headers.shards if shard.shard_file not in beside]
     elsewhere = frozenset(layer.index for layer in manifest.layers) if manifest else frozenset()
@@ -517,11 +549,12 @@ def _open_directory(path: Path, draft_method: str) -> Checkpoint:
         digest=digest(),
         assignment=replace(assignment, notes=notes),
         headers=headers,
+        source=source,
     )
 
 
-def _manifest(path: Path) -> SlotManifest | None:
-    found = {dialect.manifest_name: _optional_json(path / dialect.manifest_name) for dialect in DIALECTS}
+def _manifest(source: Source) -> SlotManifest | None:
+    found = {dialect.manifest_name: _optional_json(source, dialect.manifest_name) for dialect in DIALECTS}
     documents = {name: document for name, document in found.items() if document is not None}
     if len(documents) > 1:
         where = " and ".join(documents)
@@ -529,10 +562,11 @@ def _manifest(path: Path) -> SlotManifest | None:
     return next((parse_manifest(document, where=name) for name, document in documents.items()), None)
 
 
-def _optional_json(path: Path) -> dict[str, Any] | None:
-    if not os.path.lexists(path):  # a dangling link is a file that is missing, not one that never was
+def _optional_json(source: Source, name: str) -> dict[str, Any] | None:
+    if not source.has(name):  # a dangling link is a file that is missing, not one that never was
         return None
-    return parse_object(read_bytes(path), where=path.name, kind=ConfigError)
+    raw = read_file(source, name, limit_bytes=JSON_LIMIT_BYTES, kind=ConfigError)
+    return parse_object(raw, where=name, kind=ConfigError)
 
 
 # --- the rest of a rank --------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from tonnage.calibrations.credit_records import (
 from tonnage.credit import MXFP8_SAVES, CreditChoice, CreditInputs, choose_permille, credit_estimate, credit_savings
 from tonnage.errors import CreditError, Problem, raise_if_any
 from tonnage.measure.record import Measurement
+from tonnage.units import ranges
 
 CALIBRATE_SCHEMA = "tonnage.calibrate/1"
 _ALWAYS_UNMEASURED = (
@@ -81,7 +82,6 @@ def calibrate(
     choice = choose_permille(fitting.inputs, measured, step=fitting.step_permille)
     _check_possible(choice)
     identifier = check_name(name) if name is not None else _record_name(fitting, choice)
-    unknown = [] if all(measurement.is_complete for measurement in measurements) else [_BETWEEN]
     return CreditRecord(
         id=identifier,
         date=fitting.date,
@@ -98,11 +98,18 @@ def calibrate(
         step_permille=choice.step_permille,
         permille=choice.permille,
         evidence=tuple(map(evidence_of, measurements)),
-        not_measured=(*unknown, *_ALWAYS_UNMEASURED, *not_measured),
+        not_measured=(*_unmeasured(measurements), *_ALWAYS_UNMEASURED, *not_measured),
     )
 
 
-_BETWEEN = "ranks between the largest and the smallest"
+def _unmeasured(measurements: Sequence[Measurement]) -> Iterator[str]:
+    """Yield which ranks stand in no measurement."""
+    if any(not measurement.is_complete and not measurement.absent_ranks for measurement in measurements):
+        yield "ranks between the largest and the smallest"
+    measured = {rank.rank for measurement in measurements for rank in measurement.ranks}
+    absent = {rank for measurement in measurements for rank in measurement.absent_ranks} - measured
+    if absent:
+        yield f"ranks {ranges(sorted(absent))}"
 
 
 def evidence_of(measurement: Measurement) -> Evidence:
@@ -117,7 +124,7 @@ def evidence_of(measurement: Measurement) -> Evidence:
         package_digests=measurement.package_digests,
         largest_rank_bytes=measurement.largest_bytes,
         smallest_rank_bytes=measurement.smallest_bytes,
-        ranks=ranks if measurement.is_complete else (),
+        ranks=ranks if measurement.is_complete or measurement.absent_ranks else (),
     )
 
 
@@ -178,11 +185,15 @@ def _mismatches(fitting: Fitting, measurements: Sequence[Measurement]) -> Iterat
 
 
 def _repeated(measurements: Sequence[Measurement]) -> Iterator[Problem]:
-    """Yield packages that stand in the evidence twice."""
-    digests = [digest for measurement in measurements for digest in measurement.package_digests]
-    for digest, times in Counter(digests).items():
-        if times > 1:
-            yield Problem(where="--measured", what="a package is measured twice", expected="once", found=digest)
+    """Yield packages that stand in the evidence twice; of one that several hosts keep, each may measure its ranks."""
+    measured = Counter(
+        (digest, number)
+        for measurement in measurements
+        for digest in measurement.package_digests
+        for number in {rank.rank for rank in measurement.ranks}
+    )
+    for digest in sorted({digest for (digest, _), times in measured.items() if times > 1}):
+        yield Problem(where="--measured", what="a package is measured twice", expected="once", found=digest)
     sources = [(one.source, one.ranks) for one in measurements if not one.package_digests]
     for source, times in Counter(sources).items():
         if times > 1:

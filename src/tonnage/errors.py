@@ -4,6 +4,7 @@
 
     TonnageError                 exit code 2 unless stated
     ├── UnitError                a size or number on the command line cannot be read
+    ├── SourceError              where files lie cannot be reached, or answers wrong
     ├── CheckpointError          headers, index or files of a checkpoint are wrong
     ├── ConfigError              config.json, hf_quant_config.json or a manifest is wrong
     ├── RecipeError              a recipe is wrong, or an expression in it cannot be evaluated
@@ -80,6 +81,10 @@ class TonnageError(Exception):
 
 class UnitError(TonnageError):
     """A size or count cannot be read."""
+
+
+class SourceError(TonnageError):
+    """Where files lie cannot be reached, or answers wrong."""
 
 
 class CheckpointError(TonnageError):

@@ -20,6 +20,7 @@ from tonnage.export.manifest import Parallel
 from tonnage.measure.classes import UNKNOWN
 from tonnage.measure.record import MeasuredRank, Measurement, MeasurementError
 from tonnage.recipes.schema import ROLES
+from tonnage.units import ranges
 
 EXPLAIN_SCHEMA = "tonnage.explain/1"
 PLAN_LIMIT_BYTES = 64 << 20
@@ -343,12 +344,18 @@ def _mismatches(plan: PlannedWeights, measurement: Measurement) -> Iterator[Prob
         yield Problem(where=where, what=what, expected=plan.checkpoint.digest, found=measurement.checkpoint_digest)
     stated = ((name, getattr(measurement, name), getattr(topology, name)) for name in ("tp", "ep", "pp"))
     different = [f"{name}{measured}" for name, measured, planned in stated if measured not in (None, planned)]
+    known = len(measurement.ranks) + len(measurement.absent_ranks)
     beyond = [one.rank for one in measurement.ranks if one.rank is not None and one.rank >= topology.world_size]
     if different:
         yield Problem(where=where, what="cut for another topology", expected=topology.words, found=" ".join(different))
-    elif beyond or (measurement.is_complete and len(measurement.ranks) != topology.world_size):
-        expected, found = f"{topology.world_size} ranks ({topology.words})", f"{len(measurement.ranks)}"
+    elif beyond or (_says_which(measurement) and known != topology.world_size):
+        expected, found = f"{topology.world_size} ranks ({topology.words})", f"{known}"
         yield Problem(where=where, what="other ranks than planned", expected=expected, found=found)
+
+
+def _says_which(measurement: Measurement) -> bool:
+    """Whether every rank is measured, or named as one that is not."""
+    return measurement.is_complete or bool(measurement.absent_ranks)
 
 
 def _notes(plan: PlannedWeights, measurement: Measurement, measured: MeasuredRank) -> Iterator[str]:
@@ -359,6 +366,8 @@ def _notes(plan: PlannedWeights, measurement: Measurement, measured: MeasuredRan
         yield f"{where} does not say its TP size: taken to be that of the plan"
     if measured.rank is None:
         yield f"{where} does not say which rank this is: held against the one planned to hold most"
+    if measurement.absent_ranks:
+        yield f"{where} has no ranks {ranges(measurement.absent_ranks)}: they are held against nothing"
     planned = plan.numerics.get("class")
     if measurement.convert is not None and planned in ("neutral", "converted"):
         converted = "neutral" if measurement.convert == "none" else "converted"

@@ -7,7 +7,7 @@ this one place, because supply must never be rounded up.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from tonnage.errors import Problem, UnitError
@@ -86,6 +86,17 @@ def mib(nbytes: int, *, digits: int = 3) -> str:
 def unit_for(nbytes: int) -> tuple[str, Callable[[int], str]]:
     """Return the unit a report about so many bytes is written in, GiB or MiB, and what writes it."""
     return ("GiB", gib) if nbytes >= GIB else ("MiB", mib)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Write 0, 1, 2, 5 as ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _scaled(nbytes: int, unit: int, digits: int) -> str:

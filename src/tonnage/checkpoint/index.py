@@ -23,6 +23,7 @@ import msgspec
 from tonnage.checkpoint.header_check import Findings
 from tonnage.checkpoint.index_runs import Runs
 from tonnage.checkpoint.strict_json import Members, NotJsonError, kind_of, members, repeated
+from tonnage.sources.model import INDEX_FILE, SUFFIX, is_plain_file_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from tonnage.checkpoint.skeletons import ShardHeader
     from tonnage.errors import Problem
 
-INDEX_FILE = "model.safetensors.index.json"
-SUFFIX = ".safetensors"
-_LONGEST_FILE_NAME = 255
 _WEIGHT_MAP, _METADATA, _TOTAL = "weight_map", "metadata", "total_size"
 
 
@@ -61,13 +59,6 @@ class IndexFindings:
     notes: tuple[Problem, ...]
 
 
-def is_plain_file_name(name: str) -> bool:
-    """Say whether a name is one path component that prints on one line, so that it cannot leave its directory."""
-    if name in {"", ".", ".."} or len(name) > _LONGEST_FILE_NAME:
-        return False
-    return name.isprintable() and "/" not in name and "\\" not in name
-
-
 def check_index(
     text: IndexText,
     shards: Mapping[str, ShardHeader],
@@ -87,15 +78,15 @@ def check_index(
         The files named, and every disagreement (20 written out), except a tensor that stands in two named files:
         that is left to ``shared_names``, with or without an index.
     """
-    account = _Account(shards, unreadable, where)
+    account = Account(shards, unreadable, where)
     metadata = _read_in_windows(text, account)
     if metadata is None:
-        account = _Account(shards, unreadable, where)
+        account = Account(shards, unreadable, where)
         metadata = _read_whole(text[0 : len(text)], account)
     return account.close(metadata)
 
 
-class _Account:
+class Account:
     """Which tensors of which shard the index has not named yet."""
 
     def __init__(self, shards: Mapping[str, ShardHeader], unreadable: Collection[str], where: str) -> None:
@@ -188,27 +179,34 @@ _MEMBER = re.compile(_WS + rb'"[^"\\]*"' + _WS + rb":" + _WS + rb'("[^"\\]*")')
 _STRINGS = msgspec.json.Decoder(dict[str, str])
 
 
-def _read_in_windows(text: IndexText, account: _Account) -> Mapping[str, object] | None:
-    """Take all members; return the metadata, or None if the file is not laid out for windows."""
+def layout(text: IndexText) -> tuple[int, int, Mapping[str, object]] | None:
+    """Return where the members of ``weight_map`` begin and end, and the metadata; ``None`` where that is not plain."""
     head = _HEAD.match(text[0:_HEAD_BYTES])
     tail_begin = max(len(text) - _TAIL_BYTES, head.end() if head else 0)
     tail = _TAIL.search(text[tail_begin : len(text)])
     if head is None or tail is None:
         return None
-    if not _take_members(text, head.end(), tail_begin + tail.start(), account):
-        return None
-    if head[1] is None:
-        return {}
-    try:
-        metadata = members(head[1])
-    except NotJsonError:
-        return None
+    metadata: object = Members()
+    if head[1] is not None:
+        try:
+            metadata = members(head[1])
+        except NotJsonError:
+            return None
     if not isinstance(metadata, Members) or repeated(metadata):
         return None
-    return dict(metadata)
+    return head.end(), tail_begin + tail.start(), dict(metadata)
 
 
-def _take_members(text: IndexText, begin: int, end: int, account: _Account) -> bool:
+def _read_in_windows(text: IndexText, account: Account) -> Mapping[str, object] | None:
+    """Take all members; return the metadata, or None if the file is not laid out for windows."""
+    found = layout(text)
+    if found is None:
+        return None
+    begin, end, metadata = found
+    return metadata if _take_members(text, begin, end, account) else None
+
+
+def _take_members(text: IndexText, begin: int, end: int, account: Account) -> bool:
     """Take the members between two places; False if they are not plainly members separated by commas."""
     window = _FIRST_WINDOW
     while True:
@@ -255,7 +253,7 @@ def _pairs(piece: bytes) -> Mapping[str, str]:
 # ---- any legal JSON ------------------------------------------------------------------------------------------------
 
 
-def _read_whole(raw: bytes, account: _Account) -> Mapping[str, object]:
+def _read_whole(raw: bytes, account: Account) -> Mapping[str, object]:
     """Take the members of an index that is laid out in an unusual way, or explain why it is none."""
     findings = account.findings
     try:
@@ -279,7 +277,7 @@ def _read_whole(raw: bytes, account: _Account) -> Mapping[str, object]:
     return dict(metadata)
 
 
-def _take_weight_map(value: object, account: _Account, *, present: bool) -> None:
+def _take_weight_map(value: object, account: Account, *, present: bool) -> None:
     findings = account.findings
     if not isinstance(value, Members):
         found = kind_of(value) if present else "no such key"

@@ -1,36 +1,34 @@
-"""Reading a checkpoint directory: headers and small JSON files, never the weights.
+"""Reading a checkpoint: headers and small JSON files, never the weights.
 
-The only module of this package that opens files. Only regular files directly inside the directory are opened (links to
-files are followed, as in a Hugging Face cache), without blocking on pipes and devices, and never more of them is read
-than a length that was checked against the size of the file.
+Of any file never more is read than a length that was checked against the size of the file.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import stat
 import threading
-from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tonnage.checkpoint.header_check import PREFIX_BYTES, Findings
-from tonnage.checkpoint.headers import header_end
-from tonnage.checkpoint.index import INDEX_FILE, SUFFIX, IndexFindings, check_index, is_plain_file_name
+from tonnage.checkpoint.header_check import Findings
+from tonnage.checkpoint.index import IndexFindings, check_index
+from tonnage.checkpoint.prefixes import read_prefixes
 from tonnage.checkpoint.shared_names import check_distinct
 from tonnage.checkpoint.skeletons import HeaderReader, ShardHeader
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import CheckpointError, ConfigError, Problem, TonnageError, raise_if_any
+from tonnage.sources.local import LocalSource
+from tonnage.sources.model import INDEX_FILE, SUFFIX, is_plain_file_name, read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
+
+    from tonnage.sources.model import Source, SourceFile
 
 JSON_LIMIT_BYTES = 8 << 20
 INDEX_LIMIT_BYTES = 192 << 20
 _LARGEST_KEPT_BLOCK = 16 << 20
-_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,24 +54,26 @@ class CheckpointHeaders:
         return sum(map(len, self.shards))
 
 
-def read_checkpoint_headers(directory: Path, *, also: Sequence[str] = ()) -> CheckpointHeaders:
-    """Return the headers of a checkpoint directory, checked one by one, against each other and against the index.
+def read_checkpoint_headers(source: Source | Path, *, also: Sequence[str] = ()) -> CheckpointHeaders:
+    """Return the headers of a checkpoint, checked one by one, against each other and against the index.
 
     With ``model.safetensors.index.json`` the shard files are those it names; without, all ``*.safetensors`` files.
 
     Args:
-        directory: A directory of safetensors files.
+        source: Where its safetensors files are; a directory if it is a path.
         also: Shard files that belong to the checkpoint although the index does not name them, such as the
             ``exl3-layer-*.safetensors`` of a manifest. Each must be there; their tensors have the same names in every
             file.
 
     Raises:
         CheckpointError: With all problems of all files.
+        SourceError: A server cannot be reached, or answers wrong.
     """
+    source = as_source(source)
     _keep_freed_blocks()
-    present = _list_shard_files(directory)
-    readable, refused = _read_all(directory, present)
-    index = _check_index_file(directory, readable, refused)
+    present = _list_shard_files(source, also)
+    readable, refused = _read_all(source, present)
+    index = _check_index_file(source, readable, refused)
     counted = set(present) if index is None else set(index.named) | (set(also) & set(present))
     shards = tuple(shard for name, shard in readable.items() if name in counted)
     problems = [problem for name in present if name in (counted or present) for problem in refused.get(name, ())]
@@ -81,13 +81,13 @@ def read_checkpoint_headers(directory: Path, *, also: Sequence[str] = ()) -> Che
     problems += index.problems if index else ()
     problems += check_distinct([shard for shard in shards if shard.shard_file not in also])
     if not counted and not problems:
-        problems.append(Problem(where=str(directory), what="no shard files", expected=f"*{SUFFIX}", found="none"))
+        problems.append(Problem(where=source.address, what="no shard files", expected=f"*{SUFFIX}", found="none"))
     raise_if_any(CheckpointError, problems)
     notes = [Problem(where=name, what="not named by the index, not counted") for name in present if name not in counted]
     return CheckpointHeaders(shards=shards, notes=(*notes, *(index.notes if index else ())))
 
 
-def digest_headers(directory: Path, headers: CheckpointHeaders) -> str:
+def digest_headers(source: Source | Path, headers: CheckpointHeaders) -> str:
     """Return the checkpoint digest: SHA-256 over every shard's name, size and raw header, in order of file names.
 
     Of each shard: the UTF-8 name preceded by its length, the file size (both as 8 bytes, little-endian), then the file
@@ -96,11 +96,13 @@ def digest_headers(directory: Path, headers: CheckpointHeaders) -> str:
     Raises:
         CheckpointError: A file cannot be read any more or has another size than when its header was checked.
     """
+    source = as_source(source)
     digest = hashlib.sha256()
     for shard in headers.shards:
         name = shard.shard_file.encode()
-        with _opened(directory, shard.shard_file) as (descriptor, file_bytes):
-            prefix = _read_at(descriptor, shard.data_begin, 0, shard.shard_file)
+        with source.opened(shard.shard_file) as file:
+            file_bytes = file.facts.nbytes
+            prefix = file.read(shard.data_begin, 0)
         if file_bytes != shard.file_bytes:
             expected, found = f"{shard.file_bytes} bytes", f"{file_bytes} bytes"
             raise CheckpointError(
@@ -111,7 +113,7 @@ def digest_headers(directory: Path, headers: CheckpointHeaders) -> str:
     return digest.hexdigest()
 
 
-def begin_digest(directory: Path, headers: CheckpointHeaders) -> Callable[[], str]:
+def begin_digest(source: Source | Path, headers: CheckpointHeaders) -> Callable[[], str]:
     """Begin ``digest_headers`` beside other work and return what waits for it: reading and hashing need no interpreter.
 
     The returned call raises as ``digest_headers``.
@@ -121,7 +123,7 @@ def begin_digest(directory: Path, headers: CheckpointHeaders) -> Callable[[], st
 
     def run() -> None:
         try:
-            result.append(digest_headers(directory, headers))
+            result.append(digest_headers(source, headers))
         except TonnageError as error:
             failure.append(error)
 
@@ -143,11 +145,7 @@ def read_bytes(path: Path, *, limit_bytes: int = JSON_LIMIT_BYTES, kind: type[To
     Raises:
         TonnageError: As ``kind``: no such file, not a regular file, larger than the limit, or unreadable.
     """
-    with _opened(path.parent, path.name, kind) as (descriptor, file_bytes):
-        if file_bytes > limit_bytes:
-            expected = f"at most {limit_bytes} bytes"
-            raise kind(Problem(where=path.name, what="file too large", expected=expected, found=f"{file_bytes} bytes"))
-        return _read_at(descriptor, file_bytes, 0, path.name, kind)
+    return read_file(LocalSource(path.parent), path.name, limit_bytes=limit_bytes, kind=kind)
 
 
 def read_json(
@@ -170,53 +168,72 @@ def _keep_freed_blocks() -> None:
     bytes(_LARGEST_KEPT_BLOCK)
 
 
-def _list_shard_files(directory: Path) -> tuple[str, ...]:
-    try:
-        names = sorted(path.name for path in directory.iterdir() if path.name.endswith(SUFFIX))
-    except OSError as error:
-        what = "cannot list the checkpoint directory"
-        raise CheckpointError(Problem(where=str(directory), what=what, found=error.strerror)) from error
-    return tuple(names)
+def as_source(source: Source | Path) -> Source:
+    """Return a source, of a path that of its directory."""
+    return LocalSource(source) if isinstance(source, Path) else source
 
 
-def _read_all(directory: Path, names: Sequence[str]) -> tuple[dict[str, ShardHeader], dict[str, tuple[Problem, ...]]]:
+def _list_shard_files(source: Source, also: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of all shard files; those a manifest names may be known to nobody else."""
+    names = {name for name in source.names() if name.endswith(SUFFIX)}
+    names.update(name for name in also if name not in names and is_plain_file_name(name) and source.has(name))
+    return tuple(sorted(names))
+
+
+def _read_all(source: Source, names: Sequence[str]) -> tuple[dict[str, ShardHeader], dict[str, tuple[Problem, ...]]]:
     """Return the headers of all files, and the problems of those that were refused."""
     reader = HeaderReader()
     readable: dict[str, ShardHeader] = {}
     refused: dict[str, tuple[Problem, ...]] = {}
-    for name in names:
+    for name, prefix in read_prefixes(source, names):
         try:
-            readable[name] = _read_header(directory, name, reader)
+            if isinstance(prefix, CheckpointError):
+                raise prefix
+            readable[name] = reader.read(prefix.raw, shard_file=name, file_bytes=prefix.file_bytes)
         except CheckpointError as error:
             refused[name] = error.problems
     return readable, refused
 
 
-def _read_header(directory: Path, name: str, reader: HeaderReader) -> ShardHeader:
-    if not is_plain_file_name(name):
-        raise CheckpointError(Problem(where=name, what="shard file name", expected="printable characters"))
-    with _opened(directory, name) as (descriptor, file_bytes):
-        start = _read_at(descriptor, min(PREFIX_BYTES, file_bytes), 0, name)
-        data_begin = header_end(start, file_bytes=file_bytes, where=name)
-        prefix = _read_at(descriptor, data_begin, 0, name)
-    return reader.read(prefix, shard_file=name, file_bytes=file_bytes)
-
-
 def _check_index_file(
-    directory: Path, readable: dict[str, ShardHeader], refused: dict[str, tuple[Problem, ...]]
+    source: Source, readable: dict[str, ShardHeader], refused: dict[str, tuple[Problem, ...]]
 ) -> IndexFindings | None:
     """Return what the index says; None if there is none. An index that cannot be read is a finding."""
-    if not os.path.lexists(directory / INDEX_FILE):
+    if not source.has(INDEX_FILE):
         return None
     try:
-        with _opened(directory, INDEX_FILE) as (descriptor, file_bytes):
+        with source.opened(INDEX_FILE) as file:
+            file_bytes = file.facts.nbytes
             if file_bytes <= INDEX_LIMIT_BYTES:
-                return check_index(_FileText(descriptor, file_bytes), readable, unreadable=refused)
+                return _compare_index(source, file, readable, refused)
     except CheckpointError as error:
         return IndexFindings(named=frozenset(), problems=error.problems, notes=())
     findings = Findings(INDEX_FILE)
     findings.add("file too large", expected=f"at most {INDEX_LIMIT_BYTES} bytes", found=f"{file_bytes} bytes")
     return IndexFindings(named=frozenset(), problems=findings.problems, notes=())
+
+
+def _compare_index(
+    source: Source, file: SourceFile, readable: dict[str, ShardHeader], refused: dict[str, tuple[Problem, ...]]
+) -> IndexFindings:
+    """Compare an index with the headers: on the disk as it is asked for, from elsewhere whole, or by pieces."""
+    nbytes = file.facts.nbytes
+    if source.transfer is None:
+        return check_index(_FileText(file), readable, unreadable=refused)
+    from tonnage.checkpoint.index_sample import (  # noqa: PLC0415 - a plan from the disk starts without
+        WORTH_BYTES,
+        check_sample,
+        sample_places,
+    )
+    from tonnage.sources.parallel import in_order  # noqa: PLC0415 - as above
+
+    if nbytes > WORTH_BYTES and not refused and not file.at_hand(nbytes, 0):
+        places = sample_places(nbytes)
+        pieces = in_order(lambda place: file.read(len(place), place.start), places, threads=source.parallel)
+        findings = check_sample(nbytes, dict(zip(places, pieces, strict=True)), readable)
+        if findings is not None:
+            return findings
+    return check_index(file.read(nbytes, 0), readable, unreadable=refused)
 
 
 def _absent(also: Sequence[str], present: Sequence[str]) -> list[Problem]:
@@ -231,64 +248,11 @@ def _absent(also: Sequence[str], present: Sequence[str]) -> list[Problem]:
 class _FileText:
     """An index file, read where it is asked for, so that it is never in memory as a whole."""
 
-    descriptor: int
-    nbytes: int
+    file: SourceFile
 
     def __len__(self) -> int:
-        return self.nbytes
+        return self.file.facts.nbytes
 
     def __getitem__(self, place: slice) -> bytes:
-        begin, end, _ = place.indices(self.nbytes)
-        return _read_at(self.descriptor, max(end - begin, 0), begin, INDEX_FILE)
-
-
-@contextmanager
-def _opened(directory: Path, name: str, kind: type[TonnageError] = CheckpointError) -> Iterator[tuple[int, int]]:
-    """Open a regular file and yield its descriptor and size. Looked at before opening: a pipe is never opened."""
-    path = directory / name
-    try:
-        _check_regular(path.stat().st_mode, name, kind)
-        descriptor = os.open(path, _OPEN_FLAGS)
-    except (OSError, ValueError) as error:
-        raise kind(_unreadable(name, error)) from error
-    try:
-        status = os.fstat(descriptor)
-        _check_regular(status.st_mode, name, kind)
-        yield descriptor, status.st_size
-    finally:
-        os.close(descriptor)
-
-
-def _unreadable(name: str, error: OSError | ValueError) -> Problem:
-    found = error.strerror if isinstance(error, OSError) else str(error)
-    return Problem(where=name, what="cannot be read", expected="a readable regular file", found=found)
-
-
-_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-def _check_regular(mode: int, name: str, kind: type[TonnageError]) -> None:
-    if not stat.S_ISREG(mode):
-        found = _KINDS.get(stat.S_IFMT(mode), "something else")
-        raise kind(Problem(where=name, what="not a regular file", expected="a regular file", found=found))
-
-
-def _read_at(descriptor: int, nbytes: int, offset: int, name: str, kind: type[TonnageError] = CheckpointError) -> bytes:
-    """Return exactly so many bytes; a file that ends before is refused as truncated."""
-    try:
-        piece = os.pread(descriptor, nbytes, offset)
-        while len(piece) < nbytes:
-            more = os.pread(descriptor, nbytes - len(piece), offset + len(piece))
-            if not more:
-                expected, found = f"{offset + nbytes} bytes", f"{offset + len(piece)} bytes"
-                raise kind(Problem(where=name, what="truncated while it was read", expected=expected, found=found))
-            piece += more
-    except OSError as error:
-        raise kind(_unreadable(name, error)) from error
-    return piece
+        begin, end, _ = place.indices(self.file.facts.nbytes)
+        return self.file.read(max(end - begin, 0), begin)

@@ -21,10 +21,12 @@ from tonnage.cli.demo import demo
 from tonnage.cli.explain import explain
 from tonnage.cli.export import export
 from tonnage.cli.export_names import export_names
+from tonnage.cli.fetch import fetch
 from tonnage.cli.fit import fit
 from tonnage.cli.flags import flags
 from tonnage.cli.gpus import gpus
 from tonnage.cli.inspect import inspect
+from tonnage.cli.join import join
 from tonnage.cli.measure import measure
 from tonnage.cli.models import models
 from tonnage.cli.observe import observe
@@ -42,10 +44,12 @@ _OF_EXTRAS = {
     **dict.fromkeys(
         ("blake3", "cryptography", "model_signing", "numba", "numpy", "OpenSSL", "rfc8785"), "tonnage[prepare,sign]"
     ),
+    **dict.fromkeys(("httpx2", "huggingface_hub"), "tonnage[hub]"),
     "jinja2": "tonnage[html]",
+    "obstore": "tonnage[store]",
     **dict.fromkeys(("plotly", "starlette", "uvicorn"), "tonnage[ui]"),
 }
-"""Modules that planning needs none of, and what installs them."""
+"""Modules that planning on this machine needs none of, and what installs them."""
 
 _PRINTING = frozenset({"click", "rich", "typer"})
 """Libraries that write results."""
@@ -54,8 +58,8 @@ UNUSABLE_INPUT = 2
 VERIFICATION_FAILED = 4
 
 _ORDER = (
-    "inspect", "plan", "report", "fit", "flags", "synth", "prepare", "export", "export-names", "verify", "measure",
-    "explain", "compare", "calibrate", "calibrations", "observe", "ui", "models", "gpus", "demo",
+    "inspect", "plan", "report", "fit", "flags", "synth", "prepare", "export", "export-names", "join", "verify",
+    "fetch", "measure", "explain", "compare", "calibrate", "calibrations", "observe", "ui", "models", "gpus", "demo",
 )  # fmt: skip
 """As they follow each other in use, then what there is to know and to see."""
 
@@ -95,8 +99,8 @@ def _main(
 
 
 COMMANDS = (
-    inspect, plan, report, fit, flags, synth, prepare, export, export_names, verify, measure, explain, compare,
-    calibrate, observe, ui, models, gpus, demo,
+    inspect, plan, report, fit, flags, synth, prepare, export, export_names, join, verify, fetch, measure, explain,
+    compare, calibrate, observe, ui, models, gpus, demo,
 )  # fmt: skip
 for command in COMMANDS:
     app.command()(command)

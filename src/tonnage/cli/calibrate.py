@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tonnage.cli.options import Json, Source, emit, emit_json, note
+from tonnage.cli.options import Json, Offline, Source, emit, emit_json, note
 
 if TYPE_CHECKING:
     from tonnage.api import Checkpoint, PlanRequest
@@ -44,6 +44,7 @@ def calibrate(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write the record to.")] = None,
     save: Annotated[bool, typer.Option("--save", help="Keep the record among the user's own.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Write over another record of that file.")] = False,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Fit the credit to measured packages.
@@ -54,17 +55,19 @@ def calibrate(
     """
     from dataclasses import replace
 
-    from tonnage.api import PlanRequest, open_checkpoint
+    from tonnage.api import PlanRequest
     from tonnage.calibrate import calibrate as fit
     from tonnage.calibrate import calibrate_document
     from tonnage.calibrations.credit_records import record_bytes
     from tonnage.calibrations.io import user_directory
+    from tonnage.cli.opening import Opening
     from tonnage.cli.records import write_records
     from tonnage.measure.io import read_measurement_file
     from tonnage.units import parse_size
 
     measurements = [read_measurement_file(path) for path in measured]
-    checkpoint = open_checkpoint(source)
+    opening = Opening(offline=offline)
+    checkpoint = opening.checkpoint(source)
     request = PlanRequest(
         tp=tp or _measured_tp(measurements),
         estimator="credit",
@@ -80,7 +83,7 @@ def calibrate(
     written = [path for path in (output, user_directory() / f"{record.id}.json" if save else None) if path is not None]
     write_records(written, record_bytes(record), force=force)
     if as_json:
-        emit_json(document)
+        emit_json(opening.document(document))
     else:
         _emit_table(document)
     for path in written:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,7 +16,9 @@ from tonnage.units import unit_for
 
 if TYPE_CHECKING:
     from tonnage.export.io import Exported
+    from tonnage.export.objects import Objects
     from tonnage.export.sign import Key, Signer, Sigstore
+    from tonnage.export.upload import Uploaded
 
 EXPORT_SCHEMA = "tonnage.export/1"
 _MOST_TOKENS = 1 << 20
@@ -66,6 +69,14 @@ def export(
     into: Annotated[
         Path | None, typer.Option("--into", metavar="PARENT", help="Move the finished package to PARENT/NAME.")
     ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="ADDRESS", help="Put the package into an object store: s3://bucket/prefix."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="With --to: remove what else is at the address.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="With --to: read back every object that is there then.")
+    ] = False,
     add: Annotated[
         list[Path] | None,
         typer.Option("--add", metavar="FILE", help="Put a small file in, such as a README.md; may be repeated."),
@@ -104,17 +115,40 @@ def export(
         hash=hash_name,
         added=read_added(add or []),
     )
-    by_key = _key(key, certificate, chain or [], password_env)
+    by_key = key_of(key, certificate, chain or [], password_env)
     signer = load_signer(_only(by_key, _sigstore(sigstore, identity_token_env, trust_config)))
+    objects = _objects(to, force=force, check=check)
     with progress() as show:
         exported = export_package(directory, signer, options, into=into, on_progress=later(show))
+    uploaded = None if objects is None else _upload(exported.path, objects, force=force, check=check)
     if as_json:
-        emit_json(_document(exported, signer))
+        emit_json(_document(exported, signer, uploaded))
     else:
-        _emit_table(exported, signer)
+        _emit_table(exported, signer, uploaded)
 
 
-def _key(key: Path | None, certificate: Path | None, chain: list[Path], password_env: str | None) -> Key | None:
+def _objects(to: str | None, *, force: bool, check: bool) -> Objects | None:
+    """Return where the package is to be put, looked at before anything is signed."""
+    from tonnage.errors import Problem, UnitError
+
+    if to is None:
+        if force or check:
+            raise UnitError(Problem(where="--force, --check", what="belong to an upload", expected="--to ADDRESS"))
+        return None
+    from tonnage.export.objects import Objects
+
+    return Objects(to)
+
+
+def _upload(directory: Path, objects: Objects, *, force: bool, check: bool) -> Uploaded:
+    from tonnage.cli.interruption import interruptible
+    from tonnage.export.upload import upload_package
+
+    with interruptible(), progress() as show:
+        return upload_package(directory, objects, force=force, check=check, on_progress=later(show))
+
+
+def key_of(key: Path | None, certificate: Path | None, chain: list[Path], password_env: str | None) -> Key | None:
     """Return the key that is given, with what belongs to it."""
     from tonnage.errors import Problem, UnitError
     from tonnage.export.sign import Key
@@ -169,7 +203,7 @@ def _variable(name: str | None, where: str) -> str | None:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def _document(exported: Exported, signer: Signer) -> dict[str, object]:
+def _document(exported: Exported, signer: Signer, uploaded: Uploaded | None) -> dict[str, object]:
     manifest = exported.package.manifest
     return {
         "schema": EXPORT_SCHEMA,
@@ -183,10 +217,11 @@ def _document(exported: Exported, signer: Signer) -> dict[str, object]:
         "signer": {"method": signer.method, "identity": signer.identity},
         "changed": exported.changed,
         "moved": exported.moved,
+        "uploaded": None if uploaded is None else asdict(uploaded),
     }
 
 
-def _emit_table(exported: Exported, signer: Signer) -> None:
+def _emit_table(exported: Exported, signer: Signer, uploaded: Uploaded | None) -> None:
     from tonnage.errors import one_line
 
     manifest = exported.package.manifest
@@ -202,3 +237,20 @@ def _emit_table(exported: Exported, signer: Signer) -> None:
         note(f"moved to {one_line(str(exported.path))}")
     elif not exported.changed:
         note("nothing was written: it was packaged and signed so before")
+    if uploaded is not None:
+        _emit_uploaded(uploaded)
+
+
+def _emit_uploaded(uploaded: Uploaded) -> None:
+    from tonnage.errors import one_line
+
+    unit, text = unit_for(uploaded.nbytes)
+    emit(f"uploaded  {one_line(uploaded.address)}: {uploaded.files:,} objects, {text(uploaded.nbytes)} {unit}")
+    emit(f"          {uploaded.sent_bytes:,} bytes sent, {uploaded.found_bytes:,} were there")
+    if uploaded.aborted:
+        emit(f"          {uploaded.aborted:,} unfinished uploads of an earlier run aborted")
+    unconfirmed = uploaded.sent - uploaded.confirmed
+    if uploaded.read_bytes:
+        emit(f"          {uploaded.read_bytes:,} bytes read back, all as they were sent")
+    elif unconfirmed:
+        emit(f"          {unconfirmed:,} objects of which the store states no more than the size; see --check")

@@ -19,6 +19,7 @@ from tonnage.cli.options import (
     KvBytes,
     KvDtype,
     Method,
+    Offline,
     Pp,
     Reserve,
     Source,
@@ -26,7 +27,6 @@ from tonnage.cli.options import (
     Utilization,
     emit,
     emit_json,
-    open_draft,
 )
 from tonnage.cli.plan import DOES_NOT_FIT
 
@@ -61,30 +61,32 @@ def fit(
     draft_method: Method = None,
     draft_tokens: DraftTokens = None,
     convert: ConvertTo = "none",
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Say what context and how many requests fit.
 
     Example: tonnage fit config.json --gpu h100 --gpus 2 --profile c4-p4096 --context 4096
     """
-    from tonnage.api import open_checkpoint
+    from tonnage.cli.opening import Opening
     from tonnage.fit import asked_ways
     from tonnage.plan_options import gpus_there, plan_request
     from tonnage.report.documents import fit_document
 
     there = gpus_there(tp=tp, pp=pp, gpus=gpus)
+    opening = Opening(offline=offline)
     request = plan_request(
         tp=tp or 1, ep=ep or 1, pp=pp, dcp=dcp, engine=engine, gpu=gpu, supply=supply, free=free,
         utilization=utilization, reserve=reserve, profile=profile, context=context, kv_dtype=kv_dtype,
-        kv_bytes=kv_bytes, engine_version=engine_version, eager=eager, draft=open_draft(draft, draft_method),
+        kv_bytes=kv_bytes, engine_version=engine_version, eager=eager, draft=opening.draft(draft, draft_method),
         draft_bytes=draft_bytes, draft_method=draft_method, draft_tokens=draft_tokens, convert=convert,
         ranks=tp * pp if tp is not None else there,
     )  # fmt: skip
-    checkpoint = open_checkpoint(source)
+    checkpoint = opening.checkpoint(source)
     found = asked_ways(checkpoint, request, tp=tp, ep=ep, gpus=there)
     document = fit_document(checkpoint, request, found)
     if as_json:
-        emit_json(document)
+        emit_json(opening.document(document))
     else:
         _emit_table(checkpoint.name, checkpoint.family, engine, document["ways"])
     if not any(row["fits"] for row in document["ways"]):

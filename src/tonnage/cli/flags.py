@@ -20,6 +20,7 @@ from tonnage.cli.options import (
     KvBytes,
     KvDtype,
     Method,
+    Offline,
     Pp,
     Reserve,
     Source,
@@ -28,11 +29,12 @@ from tonnage.cli.options import (
     emit,
     emit_json,
     note,
-    open_draft,
 )
 from tonnage.cli.plan import DOES_NOT_FIT
+from tonnage.errors import one_line
 
 if TYPE_CHECKING:
+    from tonnage.cli.opening import Opening
     from tonnage.flags.values import ServeCommand, ServePlan
 
 
@@ -60,45 +62,70 @@ def flags(
     draft: Draft = None,
     draft_method: Method = None,
     draft_tokens: DraftTokens = None,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Print the launch command of a plan that fits.
 
     Example: tonnage flags config.json --engine vllm --tp 2 --gpu h100 --profile c4-p4096 --context 4096
     """
-    from tonnage.api import open_checkpoint, plan_checkpoint
-    from tonnage.launch import check_judged, is_lone_config, launch, served_name
+    from tonnage.api import plan_checkpoint
+    from tonnage.cli.opening import Opening
+    from tonnage.launch import check_judged, launch
     from tonnage.plan_options import plan_request
 
+    opening = Opening(offline=offline)
     request = plan_request(
         tp=tp, ep=ep, pp=pp, dcp=dcp, engine=engine, gpu=gpu, supply=supply, free=free, reserve=reserve,
         profile=profile, context=context, kv_dtype=kv_dtype, kv_bytes=kv_bytes, engine_version=engine_version,
-        eager=eager, draft=open_draft(draft, draft_method), draft_method=draft_method, draft_tokens=draft_tokens,
+        eager=eager, draft=opening.draft(draft, draft_method), draft_method=draft_method, draft_tokens=draft_tokens,
     )  # fmt: skip
     check_judged(request)
-    plan = plan_checkpoint(open_checkpoint(source), request)
+    plan = plan_checkpoint(opening.checkpoint(source), request)
     if not plan.fits:
         for reason in plan.reasons:
             note(f"does not fit: {reason}")
         raise typer.Exit(DOES_NOT_FIT)
-    if model is None and is_lone_config(source):
-        note(f"note: {Path(source).name} is no checkpoint; --model says what to serve, {Path(source).stem} stands in")
     serve, command = launch(
         plan,
         request,
-        model=served_name(source) if model is None else model,
-        draft_model=draft,
+        model=_name_for_engine(source) if model is None else model,
+        draft_model=draft and _name_for_engine(draft),
         quantization=quantization,
     )
-    _print(serve, command, as_json=as_json)
+    _print(serve, command, opening if as_json else None)
 
 
-def _print(serve: ServePlan, command: ServeCommand, *, as_json: bool) -> None:
-    """Print files and command on stdout, notes on stderr."""
-    if as_json:
+def _name_for_engine(source: str) -> str:
+    """Return what an engine opens for SOURCE; what it cannot know is said."""
+    from tonnage.launch import is_lone_config, served_name
+    from tonnage.sources.addresses import is_remote
+
+    if is_remote(source):
+        return _name_elsewhere(source)
+    if is_lone_config(source):
+        note(f"note: {Path(source).name} is no checkpoint; --model says what to serve, {Path(source).stem} stands in")
+    return served_name(source)
+
+
+def _name_elsewhere(source: str) -> str:
+    """Return what an engine opens for a source elsewhere: repositories of the hub, by their names."""
+    scheme, _, rest = source.partition(":")
+    repository, _, revision = rest.lstrip("/").partition("@")
+    if scheme.lower() != "hf":
+        note(f"note: --model says where {one_line(source)} is on the machines that serve it")
+        return source
+    if revision:
+        note(f"note: the engine is not told the revision {one_line(revision)}; add it if it matters")
+    return repository
+
+
+def _print(serve: ServePlan, command: ServeCommand, opening: Opening | None) -> None:
+    """Print files and command on stdout, notes on stderr; or all of it as JSON, with what the checkpoint cost."""
+    if opening is not None:
         from tonnage.report.documents import flags_document
 
-        emit_json(flags_document(serve, command))
+        emit_json(opening.document(flags_document(serve, command)))
         return
     for text in command.notes:
         note(f"note: {text}")

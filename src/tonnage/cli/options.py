@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from tonnage.api import Checkpoint
+    pass
 
 Source = Annotated[
     str,
-    typer.Argument(metavar="SOURCE", help="A checkpoint directory, or a config.json (planned from its recipe alone)."),
+    typer.Argument(
+        metavar="SOURCE",
+        help="A checkpoint directory, or a config.json (planned from its recipe alone); on this machine, or "
+        "hf:ORG/NAME[@REVISION], https://HOST/DIR/, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX.",
+    ),
+]
+Offline = Annotated[
+    bool,
+    typer.Option("--offline", help="Ask no server: what earlier runs fetched and the hub's cache are all there is."),
 ]
 Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel size.")]
 Ep = Annotated[int, typer.Option("--ep", help="Expert-parallel size: 1, or the tensor-parallel size.")]
@@ -39,7 +47,9 @@ Reserve = Annotated[
     str, typer.Option("--reserve", help="Memory held per rank for everything that is not planned, such as 6GiB.")
 ]
 Dcp = Annotated[int, typer.Option("--dcp", help="Decode-context-parallel size; moves no weights.")]
-Draft = Annotated[str | None, typer.Option("--draft", help="A draft checkpoint, placed like the target.")]
+Draft = Annotated[
+    str | None, typer.Option("--draft", help="A draft checkpoint, placed like the target; anywhere SOURCE may be.")
+]
 DraftBytes = Annotated[
     str, typer.Option("--draft-bytes", help="Or only its bytes, cut evenly, such as 5GiB or 5373504512.")
 ]
@@ -62,17 +72,6 @@ Method = Annotated[
     typer.Option("--draft-method", help="How tokens are drafted; by default as the draft checkpoint is made for."),
 ]
 DraftTokens = Annotated[int | None, typer.Option("--draft-tokens", min=1, help="Tokens drafted per step.")]
-
-
-def open_draft(source: str | None, method: str | None) -> Checkpoint | None:
-    """Return the draft checkpoint that is asked for, if one is.
-
-    Raises:
-        TonnageError: It is missing or wrong, or does not draft so.
-    """
-    from tonnage.api import open_checkpoint
-
-    return None if source is None else open_checkpoint(source, draft_method=method or "")
 
 
 def emit(text: str) -> None:

@@ -22,6 +22,7 @@ from tonnage.cli.options import (
     KvBytes,
     KvDtype,
     Method,
+    Offline,
     Pp,
     Reserve,
     Source,
@@ -30,7 +31,6 @@ from tonnage.cli.options import (
     Utilization,
     emit,
     emit_json,
-    open_draft,
 )
 from tonnage.cli.reports import Against, Force, read_saved_file, typed_options, write_report
 
@@ -91,26 +91,29 @@ def plan(
     against: Against = None,
     force: Force = False,
     plain: Annotated[bool, typer.Option("--plain", help="No colours, and ASCII alone.")] = False,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Say what every rank will hold, and whether it fits.
 
     Example: tonnage plan config.json --tp 8 --engine vllm --gpu rtx-pro-6000 --reserve 6GiB
     """
-    from tonnage.api import open_checkpoint, plan_checkpoint
+    from tonnage.api import plan_checkpoint
     from tonnage.calibrations.io import find_record
+    from tonnage.cli.opening import Opening
     from tonnage.plan_options import plan_request
 
+    opening = Opening(offline=offline)
     request = plan_request(
         tp=tp, ep=ep, pp=pp, dcp=dcp, engine=engine, gpu=gpu, supply=supply, free=free, utilization=utilization,
         reserve=reserve, profile=profile, context=context, kv_dtype=kv_dtype, kv_bytes=kv_bytes,
-        engine_version=engine_version, eager=eager, draft=open_draft(draft, draft_method), draft_bytes=draft_bytes,
+        engine_version=engine_version, eager=eager, draft=opening.draft(draft, draft_method), draft_bytes=draft_bytes,
         draft_method=draft_method, draft_tokens=draft_tokens, convert=convert, estimator=estimator,
         credit_permille=credit_permille, credit_record=find_record(calibration) if calibration is not None else None,
         device_bytes=device_bytes,
     )  # fmt: skip
     before = _before(against, shown=html is not None or not as_json)
-    checkpoint = open_checkpoint(source)
+    checkpoint = opening.checkpoint(source)
     result = plan_checkpoint(checkpoint, request)
     suggestions: tuple[str, ...] = ()
     if result.fits is False:
@@ -125,7 +128,7 @@ def plan(
     if html is not None:
         write_report(html, read_saved(document), before, force=force)
     if as_json:
-        emit_json(document)
+        emit_json(opening.document(document))
     else:
         from tonnage.report.tables import plan_table, render
 

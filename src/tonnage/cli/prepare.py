@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-from contextlib import contextmanager
+import sys
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tonnage.cli.options import Ep, Json, Pp, Tp, emit, emit_json, note
+from tonnage.cli.interruption import interruptible, system_errors
+from tonnage.cli.options import Ep, Json, Pp, Tp, emit, emit_json
 from tonnage.cli.progress import progress
+from tonnage.cli.ranks import parse_ranks
 from tonnage.units import MIB, unit_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
-
     from tonnage.api import PlanRequest
+    from tonnage.prepare.executor_ray import RayCluster
     from tonnage.prepare.preparation import Preparation
     from tonnage.prepare.request import PrepareOptions
     from tonnage.prepare.summary import Summary
 
-INTERRUPTED = 130
-TERMINATED = 143
-_MOST_DIGITS = 9
 _COLUMNS = ("rank", "planned_bytes", "written_bytes", "difference", "file_bytes", "files")
 
 
-class _TerminatedError(BaseException):
-    """SIGTERM arrived."""
-
-
 def prepare(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint directory.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A checkpoint: a directory, hf:org/name, https://, s3://.")
+    ],
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Directory to write: new, empty, or one to be resumed.")
     ],
@@ -77,6 +72,18 @@ def prepare(
         str | None, typer.Option("--ranks", help="Write only these ranks, such as 0-3 or 0,2; all by default.")
     ] = None,
     workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes; one per core by default.")] = None,
+    executor: Annotated[
+        Literal["local", "ray"],
+        typer.Option("--executor", help="Processes of this machine, or the nodes of a Ray cluster it is one of."),
+    ] = "local",
+    address: Annotated[
+        str | None,
+        typer.Option("--address", metavar="HOST:PORT", help="Of the Ray cluster; found by itself if not given."),
+    ] = None,
+    node_resource: Annotated[
+        str | None,
+        typer.Option("--node-resource", help="Only nodes with this Ray resource, such as node:10.0.0.7, which is one."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start over, whatever was prepared here before.")] = False,
     as_json: Json = False,
@@ -88,6 +95,7 @@ def prepare(
     Example: tonnage prepare ./Llama-3.1-8B --tp 2 --convert mxfp8 -o prepared --dry-run
     """
     from tonnage.api import PlanRequest
+    from tonnage.prepare.pool import local_processes
     from tonnage.prepare.request import PrepareOptions
     from tonnage.prepare.run import run_preparation
     from tonnage.prepare.summary import summary_bytes
@@ -99,111 +107,63 @@ def prepare(
         nonfinite=nonfinite,
         hash=hash_name,
         source_digests=source_digests,
-        ranks=_parse_ranks(ranks),
+        ranks=parse_ranks(ranks),
         workers=workers,
     )
-    with _interruptible(), _system_errors(output):
+    cluster = _cluster(executor, address, node_resource, workers)
+    with interruptible(), system_errors(output):
         request = PlanRequest(tp=tp, ep=ep, pp=pp, engine=engine, convert=convert)
         preparation = _preparation(source, output, request, options)
+        if cluster is not None:
+            preparation = replace(preparation, workers=0)
         if dry_run:
             _emit_dry_run(preparation, force=force, as_json=as_json)
             return
-        with progress() as show:
-            summary = run_preparation(preparation, show, force=force)
+        # What Ray says of its nodes, it says on stdout.
+        with progress() as show, nullcontext() if cluster is None else redirect_stdout(sys.stderr):
+            summary = run_preparation(preparation, show, force=force, executor=cluster or local_processes)
     if as_json:
         emit_json(json.loads(summary_bytes(summary)))
     else:
         _emit_summary(preparation, summary)
 
 
+def _cluster(executor: str, address: str | None, node_resource: str | None, tasks: int | None) -> RayCluster | None:
+    """Return the cluster that is to do the work; ``None`` for this machine."""
+    from tonnage.errors import Problem, UnitError
+
+    if executor == "ray":
+        from tonnage.prepare.executor_ray import RayCluster
+
+        return RayCluster(address=address, node_resource=node_resource, most_tasks=tasks)
+    if address is not None or node_resource is not None:
+        raise UnitError(
+            Problem(where="--address, --node-resource", what="belong to a cluster", expected="--executor ray")
+        )
+    return None
+
+
 def _preparation(source: str, output: Path, request: PlanRequest, options: PrepareOptions) -> Preparation:
-    from tonnage.api import open_checkpoint, plan_checkpoint
+    from tonnage.api import plan_checkpoint
+    from tonnage.cli.opening import Opening
     from tonnage.errors import CheckpointError, Problem
     from tonnage.prepare.request import prepare_placement
     from tonnage.report.documents import plan_document
 
-    checkpoint = open_checkpoint(source)
-    if checkpoint.headers is None:
+    checkpoint = Opening().checkpoint(source)
+    if checkpoint.headers is None or checkpoint.source is None:
         raise CheckpointError(Problem(where=source, what="no weights to prepare", expected="safetensors files"))
     plan = plan_checkpoint(checkpoint, request)
     assert plan.placement is not None  # the exact estimator has one
     return prepare_placement(
         plan.placement,
-        Path(source),
+        checkpoint.source,
         output,
         options,
         headers=checkpoint.headers,
         digest=checkpoint.digest,
         plan=plan_document(checkpoint, request, plan, suggestions=()),
     )
-
-
-def _parse_ranks(text: str | None) -> tuple[int, ...] | None:
-    """Return the ranks that ``0-3,6`` names."""
-    from tonnage.errors import Problem, UnitError
-
-    if text is None:
-        return None
-    ranks: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        begin = _parse_rank(first)
-        end = _parse_rank(last) if dash else begin
-        if begin is None or end is None or begin > end:
-            expected = "ranks and ranges of ranks, such as 0-3 or 0,2"
-            raise UnitError(Problem(where="--ranks", what="not a list of ranks", expected=expected, found=repr(text)))
-        ranks.update(range(begin, end + 1))
-    return tuple(sorted(ranks))
-
-
-def _parse_rank(text: str) -> int | None:
-    """Return a rank; ``None`` if it is none. Digits are counted first: Python refuses to read thousands of them."""
-    from tonnage.topology import MOST_RANKS
-
-    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) < MOST_RANKS):
-        return None
-    return int(text)
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGTERM end a preparation as Ctrl-C does: workers gone, nothing half-written under a final name."""
-
-    def terminate(_number: int, _frame: FrameType | None) -> None:
-        raise _TerminatedError
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    except KeyboardInterrupt:
-        note("tonnage: interrupted; run the same command again to resume")
-        raise typer.Exit(INTERRUPTED) from None
-    except _TerminatedError:
-        note("tonnage: terminated; run the same command again to resume")
-        raise typer.Exit(TERMINATED) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _system_errors(output: Path) -> Iterator[None]:
-    """Turn what the system refuses this process into one line; a file that was named is named again."""
-    from tonnage.errors import Problem
-    from tonnage.prepare.io import PrepareError
-
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:  # the output of the command
-            raise
-        where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(output)
-        raise PrepareError(Problem(where=where, what="cannot be used", found=error.strerror)) from error
-    except MemoryError as error:
-        raise PrepareError(Problem(where="memory", what="not enough for this process")) from error
-    except RuntimeError as error:
-        if "can't start new thread" not in str(error):
-            raise
-        raise PrepareError(Problem(where="threads", what="the system lets no more be started")) from error
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -236,6 +196,8 @@ def _emit_dry_run(preparation: Preparation, *, force: bool, as_json: bool) -> No
                 "disk_free_bytes": free,
                 "workers": preparation.workers,
                 "peak_memory_bytes": preparation.memory_bytes,
+                "transfer_bytes": survey.transfer_bytes,
+                "task_memory_bytes": preparation.task_memory_bytes,
                 "expected_seconds": round(seconds, 1),
                 "assumed_bytes_per_second": ASSUMED_BYTES_PER_SECOND,
             }
@@ -245,10 +207,23 @@ def _emit_dry_run(preparation: Preparation, *, force: bool, as_json: bool) -> No
         _emit_conversion(preparation)
         unit, text = unit_for(needed)
         emit(f"disk: {text(needed)} {unit} needed, {text(free)} {unit} free")
-        emit(f"memory: at most {preparation.memory_bytes // MIB} MiB in {preparation.workers} workers")
+        if survey.remote:
+            unit, text = unit_for(survey.transfer_bytes)
+            emit(f"network: {text(survey.transfer_bytes)} {unit} to be read{_read_why(preparation)}")
+        if preparation.workers:
+            emit(f"memory: at most {preparation.memory_bytes // MIB} MiB in {preparation.workers} workers")
+        else:
+            emit(f"memory: at most {preparation.task_memory_bytes // MIB} MiB for every task on a node")
         emit(f"time: about {seconds:.0f} s, at an assumed {ASSUMED_BYTES_PER_SECOND // 10**6} MB/s written")
         emit("nothing was written (--dry-run)")
     check_output(preparation, force=force)
+
+
+def _read_why(preparation: Preparation) -> str:
+    """Say what is read of a source over the network besides what is written."""
+    if any(task.jobs and task.digested_bytes is None for task in preparation.survey.tasks):
+        return "; source files are not compared with the digests of their origin (--no-source-digests)"
+    return ", every source file whole for its digest"
 
 
 def _emit_summary(preparation: Preparation, summary: Summary) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from tonnage.cli.options import Json, emit, emit_json
 from tonnage.cli.progress import later, progress
+from tonnage.cli.ranks import parse_ranks
 from tonnage.prepare.documents import SIGNATURE
 from tonnage.units import unit_for
 
@@ -22,7 +23,9 @@ VERIFY_SCHEMA = "tonnage.verify/1"
 
 
 def verify(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A signed package.")],
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", help="A signed package: a directory, or s3://, https://, hf:org/name.")
+    ],
     key: Annotated[Path | None, typer.Option("--key", metavar="PEM", help="Public key that must have signed.")] = None,
     certificate_chain: Annotated[
         list[Path] | None,
@@ -41,6 +44,9 @@ def verify(
         list[int] | None,
         typer.Option("--rank", min=0, help="Check the files of this rank and of all ranks; repeatable."),
     ] = None,
+    ranks: Annotated[
+        str | None, typer.Option("--ranks", help="Check the files of these ranks, such as 0-7, and of all ranks.")
+    ] = None,
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="TP size the package must be cut for.")] = None,
     fast: Annotated[
         bool, typer.Option("--fast", help="Check signature, sizes and headers only: weights are not hashed.")
@@ -53,12 +59,15 @@ def verify(
 
     Example: tonnage verify ./package --key release.pub.pem --rank 3
     """
+    from tonnage.export.remote import RemotePackage
     from tonnage.export.verify import VerifyRequest, verify_package
+    from tonnage.sources.addresses import is_remote, open_source
 
-    trust = _trust(key, certificate_chain, identity, issuer, trust_config)
-    request = VerifyRequest(ranks=tuple(rank) if rank else None, tp=tp, fast=fast)
+    trust = trust_of(key, certificate_chain, identity, issuer, trust_config)
+    request = VerifyRequest(ranks=chosen_ranks(rank, ranks), tp=tp, fast=fast)
+    place = RemotePackage(open_source(directory)) if is_remote(directory) else Path(directory)
     with progress() as show:
-        found = verify_package(directory, trust, request, later(show))
+        found = verify_package(place, trust, request, later(show))
     if as_json:
         emit_json(verification_document(found, trust))
     elif found.verified:
@@ -66,8 +75,20 @@ def verify(
     found.check()
 
 
-def _trust(
-    key: Path | None, chain: list[Path] | None, identity: str | None, issuer: str | None, trust_config: Path | None
+def chosen_ranks(rank: list[int] | None, ranks: str | None) -> tuple[int, ...] | None:
+    """Return the ranks asked for in either way; ``None`` for all."""
+    chosen = {*(rank or ()), *(parse_ranks(ranks) or ())}
+    return tuple(sorted(chosen)) or None
+
+
+def trust_of(
+    key: Path | None,
+    chain: list[Path] | None,
+    identity: str | None,
+    issuer: str | None,
+    trust_config: Path | None,
+    *,
+    where: str = "verify",
 ) -> Trust:
     """Return by whom a package must be signed; exactly one way of saying so."""
     from tonnage.errors import Problem, UnitError
@@ -80,7 +101,7 @@ def _trust(
     if identity and issuer and key is None and not chain:
         return SigstoreIdentity(identity=identity, issuer=issuer, trust_config=trust_config)
     expected = "one of --key, --certificate-chain, and --identity with --issuer"
-    raise UnitError(Problem(where="verify", what="by whom it must be signed", expected=expected))
+    raise UnitError(Problem(where=where, what="by whom it must be signed", expected=expected))
 
 
 def _signer(signed: Signed, trust: Trust) -> dict[str, str]:
@@ -110,6 +131,7 @@ def verification_document(found: Verification, trust: Trust) -> dict[str, Any]:
         "bytes": found.nbytes,
         "hashed_bytes": found.hashed_bytes,
         "signature_bytes": found.signature_bytes,
+        "absent_ranks": list(found.absent),
         "seconds": round(found.seconds, 3),
         "not_checked": list(found.unchecked),
         "problems": [_problem(problem) for problem in found.problems],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from tonnage.checkpoint.index import INDEX_FILE, SUFFIX
 from tonnage.checkpoint.skeletons import HeaderReader, ShardHeader
 from tonnage.errors import Problem, TonnageError
 from tonnage.export.agreement import document_problems, read_package_plan, read_provenance
@@ -14,10 +14,11 @@ from tonnage.export.hashing import Content, Keep, Target, read_targets
 from tonnage.export.manifest import Manifest, PackagedFile
 from tonnage.export.rank_checks import directory_problems, header_problems, stage_problems
 from tonnage.export.statement import Signed
-from tonnage.export.walk import tree_problems, walk_tree
+from tonnage.export.walk import Tree, tree_problems, walk_tree
 from tonnage.prepare.documents import MANIFEST, PLAN, PROVENANCE, SIGNATURE
 from tonnage.prepare.layout import rank_directory
 from tonnage.prepare.slots import SLOTS_FILE
+from tonnage.sources.model import INDEX_FILE, SUFFIX
 
 if TYPE_CHECKING:
     from tonnage.prepare.io import Hash
@@ -79,12 +80,18 @@ class Checked:
     Attributes:
         hashed_bytes: Bytes hashed.
         ignored: What stands in the directory, is not of the package, and was not looked at.
+        absent: Ranks of which there is no file.
         problems: Everything that is wrong with tree, files, and what they say together.
     """
 
     hashed_bytes: int
     ignored: tuple[str, ...] = ()
+    absent: tuple[int, ...] = ()
     problems: tuple[Problem, ...]
+
+
+Read = Callable[[Sequence[Target], Callable[[int, int], None]], Iterator[Content]]
+"""Reads files of a package; :func:`tonnage.export.hashing.read_targets` of an open directory."""
 
 
 def check_files(root: int, scope: Scope, on_progress: Callable[[Standing], None]) -> Checked:
@@ -94,6 +101,18 @@ def check_files(root: int, scope: Scope, on_progress: Callable[[Standing], None]
     except OSError as error:
         changed = Problem(where="directory", what="changed while it was read", found=error.strerror)
         return Checked(hashed_bytes=0, problems=(changed,))
+    return check_tree(tree, partial(read_targets, root), scope, on_progress)
+
+
+def check_tree(tree: Tree, read: Read, scope: Scope, on_progress: Callable[[Standing], None]) -> Checked:
+    """Return what is wrong with the files of a package that were found.
+
+    Args:
+        tree: What was found.
+        read: Reads some of it.
+        scope: What is checked.
+        on_progress: Told how far it is.
+    """
     paths = [file.path for file in scope.files]
     problems = list(tree_problems(tree, (*paths, *scope.besides), scope.closed))
     present = [file for file in scope.files if file.path in tree.files]
@@ -108,10 +127,28 @@ def check_files(root: int, scope: Scope, on_progress: Callable[[Standing], None]
         if tree.files[file.path] != file.nbytes
     )
     reading = _Reading(scope, [file for file in present if tree.files[file.path] == file.nbytes])
-    reading.run(root, on_progress)
+    reading.run(read, on_progress)
     problems += reading.problems
     problems += reading.together(complete=not problems)
-    return Checked(hashed_bytes=reading.hashed_bytes, ignored=tuple(tree.ignored), problems=tuple(problems))
+    return Checked(
+        hashed_bytes=reading.hashed_bytes,
+        ignored=tuple(tree.ignored),
+        absent=tuple(_absent(tree, scope)),
+        problems=tuple(problems),
+    )
+
+
+def _absent(tree: Tree, scope: Scope) -> Iterator[int]:
+    """Yield the ranks of which there is nothing: no file, no directory, and nothing in its place that is refused."""
+    here = {file.rank for file in scope.files if file.path in tree.files}
+    stated = {file.rank for file in scope.files}
+    refused = {problem.where for problem in tree.problems}
+    for rank in scope.ranks:
+        folder = rank_directory(scope.topology, rank)
+        parts = folder.split("/")
+        places = {"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+        if rank in stated and rank not in here and folder not in tree.folders and places.isdisjoint(refused):
+            yield rank
 
 
 class _Reading:
@@ -128,7 +165,7 @@ class _Reading:
         self._documents: dict[str, bytes] = {}
         self._taken: set[str] = set()
 
-    def run(self, root: int, on_progress: Callable[[Standing], None]) -> None:
+    def run(self, read: Read, on_progress: Callable[[Standing], None]) -> None:
         """Read everything, in the order of what is done first; problems come in the order of paths."""
         targets = [self._target(file) for file in self._files.values()]
         total = sum(target.nbytes for target in targets if target.hashes)
@@ -136,7 +173,7 @@ class _Reading:
         def tell(nbytes: int, files: int) -> None:
             on_progress(Standing(done_bytes=nbytes, total_bytes=total, tasks_done=files, tasks=len(targets)))
 
-        for content in read_targets(root, targets, tell):
+        for content in read(targets, tell):
             self._take(content)
         self.hashed_bytes = total
         self.problems.sort(key=lambda problem: problem.where)

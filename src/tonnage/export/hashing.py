@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Literal
 
@@ -83,12 +84,13 @@ def read_targets(
         on_progress: Told the bytes and files done so far, a few times a second.
         cores: How many to use; those this process may run on by default.
     """
-    account = _Account(on_progress)
+    account = Account(on_progress)
     width = cores or len(os.sched_getaffinity(0))
     large, small = _parted(targets, width)
-    yield from _read_all(root, large, account, at_once=1, width=width)
+    yield from read_all(partial(_content, root, account, width), large, account, at_once=1)
     long = sum(target.nbytes > LARGE_WINDOW_BYTES for target in small)
-    yield from _read_all(root, small, account, at_once=width, width=2 if long <= width // 2 else 1)
+    each = 2 if long <= width // 2 else 1
+    yield from read_all(partial(_content, root, account, each), small, account, at_once=width)
 
 
 def read_whole(root: int, path: str, *, limit_bytes: int) -> bytes:
@@ -118,21 +120,28 @@ def digest_of(content: bytes, name: Hash) -> str:
     return digest.hexdigest()
 
 
-class _Account:
-    """What is done so far, counted by the threads, told by the one that waits for them."""
+class Account:
+    """What is done so far, counted by the threads, told by the one that waits for them.
+
+    Attributes:
+        stopped: Whether nobody waits for what is under way any more.
+    """
 
     def __init__(self, on_progress: Callable[[int, int], None]) -> None:
+        """Begin with nothing done."""
         self.stopped = False
         self._told = on_progress
         self._lock = threading.Lock()
         self._nbytes = self._files = 0
 
     def add(self, nbytes: int, files: int = 0) -> None:
+        """Count more."""
         with self._lock:
             self._nbytes += nbytes
             self._files += files
 
     def tell(self) -> None:
+        """Say how far it is."""
         self._told(self._nbytes, self._files)
 
 
@@ -149,11 +158,14 @@ def _parted(targets: Sequence[Target], width: int) -> tuple[list[Target], list[T
     return together, [target for target in ordered if target.path not in chosen]
 
 
-def _read_all(root: int, targets: list[Target], account: _Account, *, at_once: int, width: int) -> Iterator[Content]:
+def read_all(
+    work: Callable[[Target], Content], targets: Sequence[Target], account: Account, *, at_once: int
+) -> Iterator[Content]:
+    """Yield what work makes of every target, by so many threads, in the order they are done."""
     if not targets:
         return
     with ThreadPoolExecutor(min(at_once, len(targets))) as pool:
-        waiting: set[Future[Content]] = {pool.submit(_content, root, target, account, width) for target in targets}
+        waiting: set[Future[Content]] = {pool.submit(work, target) for target in targets}
         try:
             while waiting:
                 done, waiting = wait(waiting, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
@@ -165,10 +177,10 @@ def _read_all(root: int, targets: list[Target], account: _Account, *, at_once: i
             account.stopped = False
 
 
-def _content(root: int, target: Target, account: _Account, width: int) -> Content:
+def _content(root: int, account: Account, width: int, target: Target) -> Content:
     try:
         with opened(root, target.path) as (descriptor, nbytes):
-            _check_size(target, nbytes)
+            check_size(target, nbytes)
             kept = _kept(descriptor, target)
             digests = _hash(descriptor, target, kept, account, width) if target.hashes else ()
     except ReadRefusedError as error:
@@ -179,7 +191,12 @@ def _content(root: int, target: Target, account: _Account, width: int) -> Conten
     return Content(path=target.path, kept=kept, digests=digests)
 
 
-def _check_size(target: Target, nbytes: int) -> None:
+def check_size(target: Target, nbytes: int) -> None:
+    """Refuse a file of another size.
+
+    Raises:
+        ReadRefusedError: As said.
+    """
     if nbytes != target.nbytes:
         expected, found = f"{target.nbytes} bytes", f"{nbytes} bytes"
         raise ReadRefusedError(Problem(where=target.path, what="size", expected=expected, found=found))
@@ -215,7 +232,7 @@ def _fill(descriptor: int, view: memoryview, offset: int, where: str) -> None:
         done += count
 
 
-def _hash(descriptor: int, target: Target, kept: bytes, account: _Account, width: int) -> tuple[str, ...]:
+def _hash(descriptor: int, target: Target, kept: bytes, account: Account, width: int) -> tuple[str, ...]:
     """Return the digests of a file, of which the first bytes are at hand."""
     with suppress(OSError):  # advice
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -229,7 +246,7 @@ def _hash(descriptor: int, target: Target, kept: bytes, account: _Account, width
     return tuple(digest.hexdigest() for digest in digests)
 
 
-def _update(digests: list[Digest], window: memoryview, account: _Account) -> None:
+def _update(digests: list[Digest], window: memoryview, account: Account) -> None:
     for digest in digests:
         digest.update(window)
     account.add(len(window))

@@ -113,7 +113,7 @@ def export_package(
     try:
         _check_begun(directory)
         here = resolved(directory)
-        with _alone(here) as root, nullcontext() if is_package(here) else _held(here) as lock:
+        with alone(here) as root, nullcontext() if is_package(here) else _held(here) as lock:
             if lock is None:
                 package, reread_bytes = _keep(here, root, options), 0
             else:
@@ -173,13 +173,17 @@ def _check_begun(directory: Path) -> None:
 
 
 @contextmanager
-def _alone(directory: Path) -> Iterator[int]:
-    """Keep other exports out and yield the directory's descriptor; the lock is on the directory: no file shows it."""
+def alone(directory: Path) -> Iterator[int]:
+    """Keep others out and yield the directory's descriptor; the lock is on the directory: no file shows it.
+
+    Raises:
+        PrepareError: Another export or fetch is at work.
+    """
     with _opened_root(directory) as root:
         try:
             fcntl.flock(root, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise PrepareError(Problem(where=str(directory), what="another export is at work here")) from None
+            raise PrepareError(Problem(where=str(directory), what="another export or fetch is at work here")) from None
         except OSError:  # some file systems lock no directories; the lock of preparations is still to come
             pass
         yield root
@@ -271,7 +275,7 @@ def _check_tree(
 def _in_the_way(directory: Path, tree: Tree, added: Mapping[str, bytes]) -> Iterator[Problem]:
     """Yield files that would be written over: those of the names of added ones that are not the same."""
     for name, raw in added.items():
-        if name in tree.files and not _holds(directory / name, raw):
+        if name in tree.files and not holds(directory / name, raw):
             what = "another file of this name is here; call yours otherwise, or prepare a checkpoint with yours in it"
             yield Problem(where=name, what=what, expected="none, or the one to be added")
 
@@ -327,7 +331,7 @@ def _telling(on_progress: Callable[[Standing], None], sizes: Sequence[int]) -> C
 def _publish(directory: Path, package: Package, signature: bytes, lock: int) -> bool:
     """Write what is not there yet, the signature last; return that something was written."""
     files = {**package.added, **{name: package.documents[name] for name in PACKAGE_DOCUMENTS}}
-    missing = [name for name, raw in files.items() if not _holds(directory / name, raw)]
+    missing = [name for name, raw in files.items() if not holds(directory / name, raw)]
     for name in missing:
         write_whole(path_within(directory, name), files[name])
     file = NewFile(path_within(directory, SIGNATURE), len(signature), tag="whole")
@@ -352,7 +356,7 @@ def _sign_again(directory: Path, signature: bytes) -> bool:
 
     Until then it is beside the package: a file in it that is not of it would fail every verification.
     """
-    if _holds(directory / SIGNATURE, signature):
+    if holds(directory / SIGNATURE, signature):
         return False
     parent = directory.parent
     if not os.access(parent, os.W_OK) or parent.stat().st_dev != directory.stat().st_dev:
@@ -370,7 +374,7 @@ def _sign_again(directory: Path, signature: bytes) -> bool:
     return True
 
 
-def _holds(path: Path, content: bytes) -> bool:
+def holds(path: Path, content: bytes) -> bool:
     """Whether a file has this content."""
     with suppress(OSError):
         if path.lstat().st_size == len(content):

@@ -29,11 +29,11 @@ from tonnage.export.provenance import canonical, provenance, read_origin
 from tonnage.export.statement import Signed
 from tonnage.prepare.documents import MANIFEST, PACKAGE_DOCUMENTS, PLAN, PROVENANCE, SIGNATURE, SUMMARY
 from tonnage.prepare.layout import rank_directory
+from tonnage.sources.model import SUFFIX
 from tonnage.topology import Topology
 
 if TYPE_CHECKING:
     from tonnage.prepare.io import Hash
-    from tonnage.prepare.journal import Identity, WrittenFile
     from tonnage.prepare.summary import Summary
 
 
@@ -117,12 +117,13 @@ def make_package(summary: Summary, contents: Mapping[str, Contents], digests: Di
     raise_if_any(PackageError, _content_problems(summary, contents))
     layout: Layout = "hf" if identity.layout == "hf" else "tp"
     hash_name = options.hash or hash_of(summary)
+    owners = _owners(summary, topology)
     files = [
         PackagedFile(
             path=file.path,
             nbytes=file.file_bytes,
             **_stated(digests[file.path], hash_name),
-            rank=_rank_of(file, identity, topology),
+            rank=owners.get(file.path),
             **asdict(contents.get(file.path, Contents(tensors=0, payload_bytes=0))),
         )
         for file in summary.written
@@ -131,14 +132,7 @@ def make_package(summary: Summary, contents: Mapping[str, Contents], digests: Di
     added = {name: raw for name, raw in options.added.items() if name not in digests}
     origin = provenance(summary, hash_name=hash_name, added=added, where=SUMMARY)
     documents = {PLAN: canonical(document, where=PLAN), PROVENANCE: canonical(origin, where=PROVENANCE)}
-    files += [
-        PackagedFile(
-            path=path,
-            nbytes=len(raw),
-            **_stated({name: digest_of(raw, name) for name in ("blake3", "sha256")}, hash_name),
-        )
-        for path, raw in (*documents.items(), *added.items())
-    ]
+    files += (document_file(path, raw, hash_name) for path, raw in (*documents.items(), *added.items()))
     manifest = Manifest(
         name=_name(plan, topology, options, options.today),
         tonnage_version=summary.tonnage_version,
@@ -150,6 +144,12 @@ def make_package(summary: Summary, contents: Mapping[str, Contents], digests: Di
     )
     raw = manifest_bytes(manifest)
     return Package(manifest=parse_manifest(raw), documents={**documents, MANIFEST: raw}, added=added)
+
+
+def document_file(path: str, content: bytes, hash_name: Hash) -> PackagedFile:
+    """Return a file of all ranks without tensors as a manifest by this algorithm lists it."""
+    digests: dict[Hash, str] = {name: digest_of(content, name) for name in ("blake3", "sha256")}
+    return PackagedFile(path=path, nbytes=len(content), **_stated(digests, hash_name))
 
 
 def keep_package(documents: Mapping[str, bytes], options: Options) -> Package:
@@ -205,14 +205,16 @@ def _plan(
     recorded = read_plan(summary.plan, where=f"plan in {SUMMARY}")
     where = "--plan" if options.plan is not None else f"plan in {SUMMARY}"
     document = summary.plan if options.plan is None else options.plan
+    payload_bytes = dict.fromkeys(summary.identity.ranks, 0)
+    for file in files:
+        if file.rank is not None:
+            payload_bytes[file.rank] += file.payload_bytes
     prepared = Prepared(
         checkpoint=summary.identity.checkpoint,
         engine=summary.identity.engine,
         topology=topology,
         converted=bool(summary.converted),
-        payload_bytes={
-            rank: sum(file.payload_bytes for file in files if file.rank == rank) for rank in summary.identity.ranks
-        },
+        payload_bytes=payload_bytes,
     )
     check_plan(read_plan(document, where=where), prepared, recorded, where=where)
     document = with_profile(document, options.profile)
@@ -225,15 +227,15 @@ def _name(plan: Planned, topology: Parallel, options: Options, today: str) -> st
     return package_name(plan.checkpoint.family, topology, plan.profile, options.date or today)
 
 
-def _rank_of(file: WrittenFile, identity: Identity, topology: Parallel) -> int | None:
-    """Return whose file it is: whose directory it is in. In layout ``hf`` all weights are of the one rank there is."""
+def _owners(summary: Summary, topology: Parallel) -> dict[str, int]:
+    """Return whose the files are: whose directory they are in. In layout ``hf`` all weights are of the one rank."""
+    identity = summary.identity
     if identity.layout == "hf":
-        return identity.ranks[0] if file.path.endswith(".safetensors") else None
-    return next((rank for rank in identity.ranks if file.path.startswith(_folder(topology, rank))), None)
-
-
-def _folder(topology: Parallel, rank: int) -> str:
-    return rank_directory(Topology(tp=topology.tp, ep=topology.ep, pp=topology.pp), rank) + "/"
+        return {file.path: identity.ranks[0] for file in summary.written if file.path.endswith(SUFFIX)}
+    sizes = Topology(tp=topology.tp, ep=topology.ep, pp=topology.pp)
+    folders = {rank_directory(sizes, rank): rank for rank in identity.ranks}
+    found = {file.path: folders.get(file.path.rpartition("/")[0]) for file in summary.written}
+    return {path: rank for path, rank in found.items() if rank is not None}
 
 
 def _stated(digests: Mapping[Hash, str], name: Hash) -> dict[str, Any]:
@@ -252,9 +254,10 @@ def _record_problems(summary: Summary, topology: Parallel) -> Iterator[Problem]:
     for file in summary.written:
         if file.path in (*PACKAGE_DOCUMENTS, SIGNATURE, SUMMARY):
             yield Problem(where=file.path, what="a file of the checkpoint is called as one that every package has")
+    owners = _owners(summary, topology)
     for rank in summary.ranks:
         for file in rank.files:
-            if file.rank != rank.rank or _rank_of(file, identity, topology) != rank.rank:
+            if file.rank != rank.rank or owners.get(file.path) != rank.rank:
                 expected = f"layout {identity.layout}, rank {rank.rank} of {identity.topology}"
                 yield Problem(where=SUMMARY, what="a file that is not in layout", expected=expected, found=file.path)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from tonnage.checkpoint.headers import Header
-from tonnage.checkpoint.index import INDEX_FILE, SUFFIX, check_index
+from tonnage.checkpoint.index import check_index
 from tonnage.checkpoint.shared_names import check_distinct
 from tonnage.checkpoint.skeletons import ShardHeader
 from tonnage.checkpoint.strict_json import parse_object
@@ -24,6 +24,7 @@ from tonnage.formats.quantized import is_read_by_value
 from tonnage.prepare.layout import rank_directory, rank_metadata
 from tonnage.prepare.reader import Cut, cuts_of, is_layer_file
 from tonnage.prepare.slots import SCHEMA, SLOTS_FILE
+from tonnage.sources.model import INDEX_FILE, SUFFIX
 from tonnage.topology import Topology
 
 _SAID = ("tonnage_format", "rank", "tp_size", "tp_rank", "ep_size", "pp_size", "pp_rank")

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tonnage.checkpoint.io import INDEX_LIMIT_BYTES
 from tonnage.errors import CheckpointError, PlacementError, Problem, TonnageError, UnitError
-from tonnage.export.contents import Scope, Standing, check_files, keep_of
+from tonnage.export.contents import Checked, Scope, Standing, check_files, keep_of
 from tonnage.export.hashing import ReadRefusedError, digest_of, read_whole
 from tonnage.export.manifest import (
     MANIFEST_LIMIT_BYTES,
@@ -23,11 +25,13 @@ from tonnage.export.manifest import (
     parse_manifest,
 )
 from tonnage.export.rank_checks import place_problems, topology_of
+from tonnage.export.remote import RemotePackage
 from tonnage.export.signature import SIGNATURE_LIMIT_BYTES, SignatureRefusedError, Trust, read_signature
 from tonnage.export.statement import Signed
 from tonnage.export.walk import grouped, is_ignored
 from tonnage.prepare.documents import MANIFEST, PLAN, PROVENANCE, SIGNATURE
 from tonnage.prepare.layout import rank_directory
+from tonnage.units import ranges
 
 _MOST_NAMED = 10
 
@@ -64,6 +68,7 @@ class Verification:
         nbytes: Of these files.
         hashed_bytes: Of these, hashed.
         signature_bytes: Of these, the signature's own.
+        absent: Of these ranks, those of which no file is here.
         unchecked: What was not looked at, in words.
         problems: Why it is not verified; those of one file name it alone.
         seconds: Wall clock.
@@ -77,6 +82,7 @@ class Verification:
     nbytes: int = 0
     hashed_bytes: int = 0
     signature_bytes: int = 0
+    absent: tuple[int, ...] = ()
     unchecked: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     seconds: float = 0.0
@@ -98,11 +104,18 @@ class Verification:
             VerifyError: With all problems; files that are missing or too much are named together.
         """
         if self.problems:
-            raise VerifyError(*grouped(self.problems))
+            raise VerifyError(*grouped(self.problems), *self._hints())
+
+    def _hints(self) -> Iterator[Problem]:
+        """Yield what else to ask for where whole ranks are kept elsewhere."""
+        here = sorted(set(self.ranks) - set(self.absent))
+        if self.absent and here:
+            expected = f"--ranks {ranges(here).replace(' ', '')} verifies those that are"
+            yield Problem(where=f"ranks {ranges(self.absent)}", what="not here at all", expected=expected)
 
 
 def verify_package(
-    directory: Path,
+    directory: Path | RemotePackage,
     trust: Trust,
     request: VerifyRequest | None = None,
     on_progress: Callable[[Standing], None] = lambda _: None,
@@ -110,7 +123,7 @@ def verify_package(
     """Verify a package and return what was found; problems are part of it.
 
     Args:
-        directory: Of the package.
+        directory: Of the package, or where it is elsewhere.
         trust: By whom it must be signed.
         request: How much of it; all by default.
         on_progress: Told a few times a second how far it is.
@@ -118,31 +131,39 @@ def verify_package(
     Raises:
         CheckpointError: There is no such directory.
         KeyFileError: The file of a trusted key or certificate is none.
+        SourceError: A server cannot be reached, or answers wrong.
         UnitError: A rank is asked for that the topology of the package has not got.
     """
     begin = time.monotonic()
     wanted = request or VerifyRequest()
-    root = _open_root(directory)
-    try:
-        found = _verify(root, trust, wanted, on_progress)
-    finally:
-        os.close(root)
+    if isinstance(directory, RemotePackage):
+        found = _verify(directory.read_whole, directory.check, trust, wanted, on_progress)
+        found = replace(found, unchecked=(*found.unchecked, "what else there is at this address"))
+    else:
+        with opened_package(directory) as root:
+            found = _verify(partial(_read, root), partial(check_files, root), trust, wanted, on_progress)
     return replace(found, seconds=time.monotonic() - begin)
 
 
-def _verify(root: int, trust: Trust, request: VerifyRequest, on_progress: Callable[[Standing], None]) -> Verification:
+def _verify(
+    read: Callable[[str, int], bytes],
+    check: Callable[[Scope, Callable[[Standing], None]], Checked],
+    trust: Trust,
+    request: VerifyRequest,
+    on_progress: Callable[[Standing], None],
+) -> Verification:
     found = Verification(request=request)
     try:
-        raw = _signature(root)
+        raw = read(SIGNATURE, SIGNATURE_LIMIT_BYTES)
         signed = read_signature(raw, trust)
         found = replace(found, signed=signed)
-        listing = _signed_manifest(root, signed)
+        listing = checked_manifest(read(MANIFEST, MANIFEST_LIMIT_BYTES), signed)
         manifest = parse_manifest(listing)
         found = replace(found, manifest=manifest)
         scope = scope_of(signed, manifest, request)
     except (VerifyError, ReadRefusedError, SignatureRefusedError, PackageError, PlacementError) as error:
         return replace(found, problems=error.problems)
-    checked = check_files(root, scope, on_progress)
+    checked = check(scope, on_progress)
     return replace(
         found,
         ranks=scope.ranks,
@@ -150,23 +171,44 @@ def _verify(root: int, trust: Trust, request: VerifyRequest, on_progress: Callab
         nbytes=sum(file.nbytes for file in scope.files) + len(raw) + len(listing),
         hashed_bytes=checked.hashed_bytes + len(listing),
         signature_bytes=len(raw),
+        absent=checked.absent,
         unchecked=tuple(_unchecked(scope, checked.ignored)),
         problems=checked.problems,
     )
 
 
-def _open_root(directory: Path) -> int:
+@contextmanager
+def opened_package(directory: Path) -> Iterator[int]:
+    """Open the directory of a package and yield its descriptor.
+
+    Raises:
+        CheckpointError: There is no such directory.
+    """
     try:
-        return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         problem = Problem(where=str(directory), what="not a directory that can be read", found=error.strerror)
         raise CheckpointError(problem) from error
+    try:
+        yield root
+    finally:
+        os.close(root)
 
 
 # --- what is trusted --------------------------------------------------------------------------------------------------
 
 
-def _signature(root: int) -> bytes:
+def _read(root: int, path: str, limit_bytes: int) -> bytes:
+    return signature_in(root) if path == SIGNATURE else read_whole(root, path, limit_bytes=limit_bytes)
+
+
+def signature_in(root: int) -> bytes:
+    """Return the bytes of a package's signature.
+
+    Raises:
+        VerifyError: It has none.
+        ReadRefusedError: It cannot be read.
+    """
     try:
         os.stat(SIGNATURE, dir_fd=root, follow_symlinks=False)
     except FileNotFoundError as error:
@@ -175,11 +217,24 @@ def _signature(root: int) -> bytes:
     return read_whole(root, SIGNATURE, limit_bytes=SIGNATURE_LIMIT_BYTES)
 
 
-def _signed_manifest(root: int, signed: Signed) -> bytes:
-    """Return the bytes of the manifest the signature states the digest of."""
+def signed_manifest(root: int, signed: Signed) -> bytes:
+    """Return the bytes of the manifest the signature states the digest of.
+
+    Raises:
+        VerifyError: It signs none, or another.
+        ReadRefusedError: It cannot be read.
+    """
+    return checked_manifest(read_whole(root, MANIFEST, limit_bytes=MANIFEST_LIMIT_BYTES), signed)
+
+
+def checked_manifest(raw: bytes, signed: Signed) -> bytes:
+    """Return the bytes of a manifest that are those the signature states the digest of.
+
+    Raises:
+        VerifyError: It signs none, or another.
+    """
     if MANIFEST not in signed.digests:
         raise VerifyError(Problem(where=SIGNATURE, what=f"does not sign a {MANIFEST}"))
-    raw = read_whole(root, MANIFEST, limit_bytes=MANIFEST_LIMIT_BYTES)
     expected, found = signed.digests[MANIFEST], digest_of(raw, signed.hash)
     if found != expected:
         raise VerifyError(Problem(where=MANIFEST, what="not the file that was signed", expected=expected, found=found))

@@ -11,7 +11,7 @@ from pathlib import Path
 from tonnage.api import read_config
 from tonnage.checkpoint.io import CheckpointHeaders, digest_headers, read_bytes, read_checkpoint_headers
 from tonnage.errors import CheckpointError, Problem, TonnageError, one_line, raise_if_any
-from tonnage.export.manifest import MANIFEST_LIMIT_BYTES, PackageError
+from tonnage.export.manifest import MANIFEST_LIMIT_BYTES, PackageError, Parallel
 from tonnage.measure.classes import class_sums
 from tonnage.measure.packages import Comparison, MeasuredPackage, Origin, compare
 from tonnage.measure.places import Places, check_no_link, find_places, root_of
@@ -23,13 +23,16 @@ from tonnage.measure.record import (
     read_measurement,
 )
 from tonnage.measure.statement import FileSize, Statement, contradictions, package_statement, preparation_statement
-from tonnage.measure.topology import decide_topology, misplaced
+from tonnage.measure.topology import decide_topology, expected_ranks, misplaced
 from tonnage.prepare.documents import MANIFEST, PROVENANCE, SIGNATURE, STATE, SUMMARY
 from tonnage.prepare.io import PrepareError
+from tonnage.prepare.layout import rank_directory
 from tonnage.prepare.output_dir import is_package
 from tonnage.prepare.reader import layer_files
 from tonnage.prepare.summary import SUMMARY_LIMIT_BYTES
 from tonnage.recipes.blueprint import Blueprint, blueprint_of
+from tonnage.topology import Topology
+from tonnage.units import ranges
 
 _CONFIG = "config.json"
 _DEEPEST = 3
@@ -64,7 +67,7 @@ def measure_package(path: Path) -> MeasuredPackage:
     """Return what one directory holds: a package, a preparation, the ranks of another tool, or a checkpoint.
 
     Raises:
-        MeasurementError: It holds no ranks, not all of them, or files of other ranks than their place says.
+        MeasurementError: It holds no ranks, not all that should be here, or files of other ranks than their place says.
         TonnageError: A header or a document of it is wrong; every problem is named.
     """
     root = root_of(path)
@@ -79,9 +82,12 @@ def measure_package(path: Path) -> MeasuredPackage:
     headers = _read_ranks(root, places, where)
     topology, notes = decide_topology(places.topology, headers, statement, where=where)
     names = {rank: _relative(directory, root, where) for rank, directory in places.directories.items()}
-    raise_if_any(MeasurementError, misplaced(headers, topology, names, where=where))
+    due = expected_ranks(topology, statement, headers)
+    raise_if_any(MeasurementError, misplaced(headers, topology, names, due, where=where))
     if statement is not None:
-        raise_if_any(MeasurementError, contradictions(statement, _files(root, places, headers), where=where))
+        elsewhere = frozenset(_folder(topology, rank) for rank in set(statement.ranks) - set(due))
+        found = _files(root, places, headers)
+        raise_if_any(MeasurementError, contradictions(statement, found, elsewhere, where=where))
     blueprint, unknown = _blueprint(root, places, where)
     ranks = tuple(_measured(rank, headers[rank], blueprint) for rank in headers)
     digest = statement.digest if statement else _digest(places, headers)
@@ -98,7 +104,7 @@ def measure_package(path: Path) -> MeasuredPackage:
         checkpoint=replace(stated, family=family),
         convert=statement.convert if statement else None,
         ranks=ranks,
-        notes=(*notes, *_notes(headers, names), *unknown),
+        notes=(*notes, *_notes(headers, names), *unknown, *_partly(topology, due, where)),
     )
 
 
@@ -185,6 +191,16 @@ def _digest(places: Places, headers: dict[int, CheckpointHeaders]) -> str:
     """Return the SHA-256 over the checkpoint digests of all ranks in order, each as its hex text."""
     digests = [digest_headers(directory, headers[rank]) for rank, directory in places.directories.items()]
     return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _folder(topology: Parallel, rank: int) -> str:
+    return rank_directory(Topology(tp=topology.tp, ep=topology.ep, pp=topology.pp), rank)
+
+
+def _partly(topology: Parallel, here: Sequence[int], where: str) -> tuple[str, ...]:
+    """Return a note on the ranks that are not here."""
+    absent = sorted(set(range(topology.world_size)) - set(here))
+    return (f"{where}: ranks {ranges(absent)} are not here and not measured",) if absent else ()
 
 
 def _notes(headers: dict[int, CheckpointHeaders], names: dict[int, str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Measured packages, alone and held against each other, and the document of a measurement.
 
 Packages are measured together only if they are cut alike from one checkpoint; then they are identical, or every class
-of tensors that differs is named.
+of tensors that differs is named. Packages of some ranks each are held against each other where they have the same.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MeasuredPackage:
         topology: Sizes it is cut for.
         checkpoint: What was cut.
         convert: What preparation did to convertible weights; ``None`` if that is not on record.
-        ranks: All of them, in order.
+        ranks: Those that are in it, in order.
         notes: What the reader must know.
     """
 
@@ -83,7 +83,7 @@ class Comparison:
 
     Attributes:
         packages: As given.
-        differences: From the first package; empty if all are identical.
+        differences: From the first package that has the rank; empty if all are identical.
     """
 
     packages: tuple[MeasuredPackage, ...]
@@ -91,8 +91,17 @@ class Comparison:
 
     @property
     def ranks(self) -> tuple[MeasuredRank, ...]:
-        """Per rank the one with the largest payload of all packages."""
-        return tuple(map(largest_rank, zip(*(package.ranks for package in self.packages), strict=True)))
+        """Per rank the one with the largest payload of all packages that have it."""
+        found: dict[int | None, list[MeasuredRank]] = {}
+        for rank in (rank for package in self.packages for rank in package.ranks):
+            found.setdefault(rank.rank, []).append(rank)
+        return tuple(largest_rank(found[number]) for number in sorted(found, key=lambda number: number or 0))
+
+    @property
+    def absent_ranks(self) -> tuple[int, ...]:
+        """Ranks of the topology that no package has."""
+        here = {rank.rank for package in self.packages for rank in package.ranks}
+        return tuple(rank for rank in range(self.packages[0].topology.world_size) if rank not in here)
 
     @property
     def checkpoint(self) -> Origin:
@@ -112,15 +121,13 @@ class Comparison:
 
 
 def compare(packages: Sequence[MeasuredPackage]) -> Comparison:
-    """Return packages held against the first of them.
+    """Return packages held against each other.
 
     Raises:
         MeasurementError: They are not cut alike, or of different checkpoints; each is named.
     """
     raise_if_any(MeasurementError, _mismatches(packages))
-    first = packages[0]
-    differences = (found for other in packages[1:] for found in _differences(first, other))
-    return Comparison(packages=tuple(packages), differences=tuple(differences))
+    return Comparison(packages=tuple(packages), differences=tuple(_differences(packages)))
 
 
 def measurement_document(comparison: Comparison, *, date: str) -> dict[str, Any]:
@@ -144,6 +151,7 @@ def measurement_document(comparison: Comparison, *, date: str) -> dict[str, Any]
         "identical": not comparison.differences,
         "differences": [_difference(one) for one in comparison.differences],
         "ranks": msgspec.to_builtins(ranks),
+        "absent_ranks": list(comparison.absent_ranks),
         "packages": [_package(package) for package in comparison.packages],
     }
 
@@ -186,15 +194,24 @@ def _mismatches(packages: Sequence[MeasuredPackage]) -> Iterator[Problem]:
                 yield Problem(where=name, what=what, expected=f"{known[0][0]} as {known[0][1]}", found=fact)
 
 
-def _differences(first: MeasuredPackage, other: MeasuredPackage) -> Iterator[Difference]:
-    for before, here in zip(first.ranks, other.ranks, strict=True):
-        known, found = _by_key(before), _by_key(here)
-        for key in sorted(known.keys() | found.keys(), key=lambda key: (CLASSES.index(key[0]), key[1])):
-            empty = ClassSum(tensor_class=key[0], dtype=key[1], nbytes=0, tensors=0)
-            one, two = known.get(key, empty), found.get(key, empty)
-            if one != two:
-                assert here.rank is not None  # ranks found in directories have numbers
-                yield Difference(package=other.path_name, rank=here.rank, here=two, first=one)
+def _differences(packages: Sequence[MeasuredPackage]) -> Iterator[Difference]:
+    """Yield where a rank is not as in the first package that has it."""
+    first: dict[int | None, MeasuredRank] = {}
+    for package in packages:
+        for rank in package.ranks:
+            known = first.setdefault(rank.rank, rank)
+            if known is not rank:
+                yield from _rank_differences(package, known, rank)
+
+
+def _rank_differences(package: MeasuredPackage, first: MeasuredRank, here: MeasuredRank) -> Iterator[Difference]:
+    known, found = _by_key(first), _by_key(here)
+    for key in sorted(known.keys() | found.keys(), key=lambda key: (CLASSES.index(key[0]), key[1])):
+        empty = ClassSum(tensor_class=key[0], dtype=key[1], nbytes=0, tensors=0)
+        one, two = known.get(key, empty), found.get(key, empty)
+        if one != two:
+            assert here.rank is not None  # ranks found in directories have numbers
+            yield Difference(package=package.path_name, rank=here.rank, here=two, first=one)
 
 
 def _by_key(rank: MeasuredRank) -> dict[tuple[str, str], ClassSum]:

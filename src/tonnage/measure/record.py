@@ -83,6 +83,7 @@ class Measurement:
         date: Of the measurement, ``YYYY-MM-DD``.
         identical: Whether all packages hold the same bytes per rank and class.
         is_complete: Whether every rank is here.
+        absent_ranks: Those that are not, where it is said which.
     """
 
     source: str
@@ -98,6 +99,7 @@ class Measurement:
     date: str | None = None
     identical: bool | None = None
     is_complete: bool = True
+    absent_ranks: tuple[int, ...] = ()
 
     @property
     def largest(self) -> MeasuredRank:
@@ -172,10 +174,16 @@ class _Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _PackageRank:
+    rank: _Count | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Package:
-    """A package of the record: what tells it from others."""
+    """A package of the record: what tells it from others, and what of it was measured."""
 
     digest: _Sha256 | None = None
+    ranks: tuple[_PackageRank, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +206,7 @@ class _About:
 class _Document(_About):
     ranks: Annotated[tuple[MeasuredRank, ...], msgspec.Meta(min_length=1, max_length=MOST_RANKS * MOST_RANKS)]
     packages: tuple[_Package, ...] = ()
+    absent_ranks: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MOST_RANKS * MOST_RANKS)] = ()
     largest: _Extreme | None = None
     smallest: _Extreme | None = None
     spread_bytes: _Count | None = None
@@ -214,13 +223,28 @@ class _Report:
 
 
 def _of_document(found: _Document, where: str) -> Measurement:
+    packages = _whole(found.packages)
     measurement = replace(
-        _measurement(found, found.ranks, where, packages=len(found.packages) or 1, identical=found.identical),
-        package_digests=tuple(package.digest for package in found.packages if package.digest),
+        _measurement(found, found.ranks, where, packages=len(packages) or 1, identical=found.identical),
+        package_digests=tuple(package.digest for package in packages if package.digest),
+        is_complete=not found.absent_ranks,
+        absent_ranks=found.absent_ranks,
     )
     problems = [*_rank_problems(measurement), *_sum_problems(found, measurement)]
     raise_if_any(MeasurementError, problems)
     return measurement
+
+
+def _whole(packages: Sequence[_Package]) -> list[_Package]:
+    """Return packages, those of which several directories keep some ranks each counted once."""
+    whole: list[_Package] = []
+    for package in packages:
+        parts = [one for one in whole if one.digest == package.digest and package.digest and package.ranks]
+        if any({*one.ranks}.isdisjoint(package.ranks) and one.ranks for one in parts):
+            whole = [replace(one, ranks=one.ranks + package.ranks) if one in parts else one for one in whole]
+        else:
+            whole.append(package)
+    return whole
 
 
 def _of_report(found: _Report, about: _About, where: str) -> Measurement:
@@ -285,20 +309,23 @@ def _rank_problems(measurement: Measurement) -> Iterator[Problem]:
         if times > 1:
             yield _contradiction(where, f"rank {number}", "once", f"{times} times")
     yield from _beyond(measurement)
-    world = _world_size(measurement)
-    if world is not None and len(ranks) < world:
-        missing = sorted(set(range(world)) - set(numbers)) if numbers else []
+    for number in sorted({*numbers} & {*measurement.absent_ranks}):
+        yield _contradiction(where, f"rank {number}", "measured or absent", "both")
+    known, world = len(ranks) + len(measurement.absent_ranks), _world_size(measurement)
+    if world is not None and known < world:
+        missing = sorted(set(range(world)) - {*numbers, *measurement.absent_ranks}) if numbers else []
         shown = f"; missing {', '.join(map(str, missing[:20]))}" if missing else ""
-        yield _contradiction(where, "ranks", f"{world}", f"{len(ranks)}{shown}")
-    elif world is not None and len(ranks) > world:
-        yield _contradiction(where, "ranks", f"{world}", len(ranks))
+        yield _contradiction(where, "ranks", f"{world}", f"{known}{shown}")
+    elif world is not None and known > world:
+        yield _contradiction(where, "ranks", f"{world}", known)
 
 
 def _beyond(measurement: Measurement) -> Iterator[Problem]:
     world = _world_size(measurement)
-    for rank in measurement.ranks:
-        if rank.rank is not None and rank.rank >= (world or MOST_RANKS * MOST_RANKS):
-            yield _contradiction(measurement.source, "rank", f"less than {world or MOST_RANKS * MOST_RANKS}", rank.rank)
+    limit = world or MOST_RANKS * MOST_RANKS
+    for number in (*(rank.rank for rank in measurement.ranks), *measurement.absent_ranks):
+        if number is not None and number >= limit:
+            yield _contradiction(measurement.source, "rank", f"less than {limit}", number)
 
 
 def _world_size(measurement: Measurement) -> int | None:

@@ -6,7 +6,7 @@ It is not verified here, for that there is ``tonnage verify``; but a statement t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +47,7 @@ class Statement:
         origin: What was cut.
         convert: What preparation did to convertible weights.
         files: Every safetensors file by path.
+        ranks: Those it says are in it, ascending.
     """
 
     kind: PackageKind
@@ -58,6 +59,7 @@ class Statement:
     origin: Origin
     convert: str | None
     files: Mapping[str, FileSize]
+    ranks: tuple[int, ...]
 
     @property
     def date(self) -> str | None:
@@ -87,6 +89,7 @@ def package_statement(manifest_raw: bytes, provenance_raw: bytes) -> Statement:
             for file in manifest.files
             if file.path.endswith(SUFFIX)
         },
+        ranks=manifest.ranks,
     )
 
 
@@ -114,18 +117,23 @@ def preparation_statement(raw: bytes) -> Statement:
             for file in summary.written
             if file.path.endswith(SUFFIX)
         },
+        ranks=identity.ranks,
     )
 
 
-def contradictions(statement: Statement, found: Mapping[str, FileSize], *, where: str) -> Iterator[Problem]:
+def contradictions(
+    statement: Statement, found: Mapping[str, FileSize], elsewhere: Collection[str], *, where: str
+) -> Iterator[Problem]:
     """Yield every file that is not as stated: absent, not stated, or of other bytes.
 
     Args:
         statement: Of a package or preparation.
         found: Its safetensors files by path, as their headers are.
+        elsewhere: Directories of ranks that are stated, and are kept elsewhere.
         where: Name of the directory.
     """
-    for path in sorted(statement.files.keys() | found.keys()):
+    stated_here = {path for path in statement.files if path.rpartition("/")[0] not in elsewhere}
+    for path in sorted(stated_here | found.keys()):
         stated, there = statement.files.get(path), found.get(path)
         if stated is None or there is None:
             expected, is_ = ("no such file", "a file") if stated is None else ("a file", "none counted")

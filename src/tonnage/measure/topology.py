@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tonnage.checkpoint.io import CheckpointHeaders
 from tonnage.checkpoint.skeletons import ShardHeader
@@ -48,8 +48,26 @@ def decide_topology(
     return Parallel(tp=ranks), (f"{where}: nothing says for how many ranks it is cut, {ranks} are counted",)
 
 
+def expected_ranks(topology: Parallel, statement: Statement | None, present: Collection[int]) -> tuple[int, ...]:
+    """Return the ranks that must be here: those a document states, else all of the topology.
+
+    A package may state the ranks of several hosts, each of which keeps its own (:mod:`tonnage.export.joining`): what is
+    here of those is measured.
+    """
+    if statement is None or statement.layout != "tp":
+        return tuple(range(topology.world_size))
+    if statement.kind == "package" and not set(present).isdisjoint(statement.ranks):
+        return tuple(rank for rank in statement.ranks if rank in present)
+    return statement.ranks
+
+
 def misplaced(
-    headers: Mapping[int, CheckpointHeaders], topology: Parallel, names: Mapping[int, str], *, where: str
+    headers: Mapping[int, CheckpointHeaders],
+    topology: Parallel,
+    names: Mapping[int, str],
+    expected: Sequence[int],
+    *,
+    where: str,
 ) -> Iterator[Problem]:
     """Yield ranks that are missing or beyond the topology, and files whose metadata is that of another rank.
 
@@ -57,19 +75,20 @@ def misplaced(
         headers: Of every rank.
         topology: Sizes they are cut for.
         names: Directory of every rank.
+        expected: Ranks that must be here.
         where: Name of the package.
     """
-    missing = [rank for rank in range(topology.world_size) if rank not in headers]
+    missing = [rank for rank in expected if rank not in headers]
     if missing:
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         shown = ", ".join(map(str, missing[:_MOST_NAMED])) + more
         what = f"rank{'s' if len(missing) > 1 else ''} {shown} missing"
-        expected, found = f"{topology.world_size} ranks ({topology.words})", f"{len(headers)}"
-        yield Problem(where=where, what=what, expected=expected, found=found)
+        wanted, found = f"{len(expected)} ranks ({topology.words})", f"{len(headers)}"
+        yield Problem(where=where, what=what, expected=wanted, found=found)
     for rank, found_headers in headers.items():
         if rank >= topology.world_size:
-            expected = f"less than {topology.world_size} ({topology.words})"
-            yield Problem(where=names[rank], what="a rank beyond the topology", expected=expected, found=str(rank))
+            wanted = f"less than {topology.world_size} ({topology.words})"
+            yield Problem(where=names[rank], what="a rank beyond the topology", expected=wanted, found=str(rank))
             continue
         for shard in found_headers.shards:
             yield from _of_another(shard, rank, topology, names[rank])

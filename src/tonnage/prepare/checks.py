@@ -5,17 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import re
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tonnage.checkpoint.header_check import PREFIX_BYTES
 from tonnage.checkpoint.headers import header_end, parse_header
 from tonnage.errors import CheckpointError, Problem
-from tonnage.prepare.io import PrepareError, opened_regular, read_into
-from tonnage.prepare.jobs import Job, OutputFile, Work
+from tonnage.prepare.io import PrepareError
+from tonnage.prepare.jobs import OutputFile, Work, jobs_of
 from tonnage.prepare.layout import header_bytes
 from tonnage.prepare.output_dir import path_within
+from tonnage.prepare.windows import converted_elements
+from tonnage.sources.local import LocalSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,15 +33,19 @@ ASSUMED_BYTES_PER_SECOND = 500_000_000
 # --- before ---------------------------------------------------------------------------------------------------------
 
 
-def check_destination(source: Path, output: Path) -> None:
+def check_destination(source: Path | None, output: Path) -> None:
     """Refuse an output directory that is something else, or lies inside the checkpoint.
+
+    Args:
+        source: The checkpoint, if it is a directory of this machine.
+        output: Where it is to go.
 
     Raises:
         PrepareError: As said.
     """
     problem = None
     try:
-        inside = output.resolve().is_relative_to(source.resolve())
+        inside = source is not None and output.resolve().is_relative_to(source.resolve())
         usable = not os.path.lexists(output) or output.is_dir()
         _check_names(output)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, up to Python 3.12
@@ -152,28 +157,27 @@ def is_digest(text: str | None) -> bool:
 def is_recorded(record: JobRecord, planned: TaskSize, work: Work) -> bool:
     """Whether a record names files, converted tensors and source file of its task, all of them and no others."""
     digested = [] if planned.digested_bytes is None else [(planned.source, planned.digested_bytes)]
+    taken = [(source.name, source.nbytes) for source in record.sources]
     return (
         len(record.files) == len(planned.outputs)
         and all(map(is_as_planned, record.files, planned.outputs))
         and [(tensor.tensor, tensor.elements) for tensor in record.converted] == converted_tensors(work)
-        and [(source.name, source.nbytes) for source in record.sources] == digested
+        and (taken == digested or (not digested and [name for name, _ in taken] == [planned.source]))
         and all(is_digest(source.digest) for source in record.sources)
     )
 
 
 def converted_tensors(work: Work) -> list[tuple[str, int]]:
     """Return the tensors a task converts, with their elements."""
-    if not isinstance(work, Job):
-        return []
-    return [(step.source.name, prod(step.source.shape)) for step in work.steps if step.convert]
+    steps = (step for job in jobs_of(work) for step in job.steps)
+    return [(step.source.name, converted_elements(step)) for step in steps if step.convert]
 
 
 def is_written(output: Path, planned: TaskSize, work: Work) -> bool:
     """Whether the files of a task are there, of their size, with their headers."""
     try:
         check_sizes(output, planned.outputs)
-        if isinstance(work, Job):
-            check_headers(output, work)
+        check_headers(output, work)
     except PrepareError:
         return False
     return True
@@ -196,14 +200,14 @@ def check_sizes(output: Path, outputs: Iterable[OutputSize]) -> None:
         raise PrepareError(*problems)
 
 
-def check_headers(output: Path, job: Job) -> None:
-    """Read back the headers of a job's files and compare them with the schedule.
+def check_headers(output: Path, work: Work) -> None:
+    """Read back the headers of the safetensors files a task wrote and compare them with the schedule.
 
     Raises:
         PrepareError: A file is missing, has another size, or its header says something else than was planned.
     """
     problems: list[Problem] = []
-    for planned in job.outputs:
+    for planned in (one for job in jobs_of(work) for one in job.outputs):
         try:
             _check_header(output, planned)
         except (PrepareError, CheckpointError) as error:
@@ -224,12 +228,10 @@ def _check_header(output: Path, planned: OutputFile) -> None:
 
 def _read_prefix(path: Path, where: str) -> tuple[bytes, int]:
     """Return a file from its first byte to the end of its header, and its size."""
-    with opened_regular(path, where) as (descriptor, status):
-        start = bytearray(min(PREFIX_BYTES, status.st_size))
-        read_into(descriptor, memoryview(start), 0, where=where)
-        prefix = bytearray(header_end(bytes(start), file_bytes=status.st_size, where=where))
-        read_into(descriptor, memoryview(prefix), 0, where=where)
-    return bytes(prefix), status.st_size
+    with LocalSource(path.parent).opened(path.name, kind=PrepareError) as file:
+        file_bytes = file.facts.nbytes
+        start = file.read(min(PREFIX_BYTES, file_bytes), 0)
+        return file.read(header_end(start, file_bytes=file_bytes, where=where), 0), file_bytes
 
 
 def _size(output: Path, relative: str) -> int | None:

@@ -11,9 +11,7 @@ import errno
 import hashlib
 import os
 import secrets
-import stat
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from tonnage.errors import Problem, TonnageError
@@ -22,12 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from tonnage.sources.model import FileFacts, Source, SourceFile
+
 Hash = Literal["blake3", "sha256"]
 
 PARTIAL = ".partial"
 WRITE_BACK_BYTES = 8 << 20
 RESUME = "run the same command again to resume"
-_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _REASONS = {
     errno.ENOSPC: "no space left for it; free some and run the same command again",
@@ -71,122 +70,74 @@ def new_digests(name: Hash) -> tuple[Digest, ...]:
 # --- sources --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileFacts:
-    """What tells whether a source file is still the one that was planned.
-
-    Attributes:
-        name: Plain file name.
-        nbytes: Size.
-        mtime_ns: Time of the last change.
-    """
-
-    name: str
-    nbytes: int
-    mtime_ns: int
-
-
-def source_facts(directory: Path, names: Iterable[str]) -> tuple[FileFacts, ...]:
+def source_facts(source: Source, names: Iterable[str]) -> tuple[FileFacts, ...]:
     """Return the facts of files, sorted by name.
 
     Raises:
         PrepareError: A file is missing or no regular file; every such file is named.
+        SourceError: A server cannot be reached, or answers wrong.
     """
+    listed = source.list_files()
     facts: list[FileFacts] = []
     problems: list[Problem] = []
     for name in sorted(set(names)):
         try:
-            facts.append(_facts((directory / name).stat(), name))
+            facts.append(listed[name] if name in listed else _opened_facts(source, name))
         except PrepareError as error:
             problems += error.problems
-        except OSError as error:
-            problems.append(Problem(where=name, what="cannot be read", found=error.strerror))
     if problems:
         raise PrepareError(*problems)
     return tuple(facts)
 
 
+def _opened_facts(source: Source, name: str) -> FileFacts:
+    with source.opened(name, kind=PrepareError) as file:
+        return file.facts
+
+
 @contextmanager
-def opened_source(directory: Path, expected: FileFacts) -> Iterator[int]:
+def opened_source(source: Source, expected: FileFacts) -> Iterator[SourceFile]:
     """Open a source file that must be the one expected, when it is opened and when all was read.
 
     Raises:
         PrepareError: It is missing, no regular file (a pipe is never opened), or changed.
+        SourceError: A server cannot be reached, or answers wrong.
     """
-    with opened_regular(directory / expected.name, expected.name) as (descriptor, status):
-        _check_same(expected, _facts(status, expected.name))
-        with suppress(OSError):  # advice
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        yield descriptor
-        with _reading(expected.name):
-            after = os.fstat(descriptor)
-        _check_same(expected, _facts(after, expected.name))
+    with source.opened(expected.name, kind=PrepareError, sequential=True) as file:
+        _check_same(expected, file.facts)
+        yield file
+        _check_same(expected, file.current_facts())
 
 
-@contextmanager
-def opened_regular(path: Path, where: str) -> Iterator[tuple[int, os.stat_result]]:
-    """Open a regular file; looked at before opening, so that a pipe is never opened.
+def source_digests(name: Hash, facts: FileFacts) -> tuple[Digest, ...]:
+    """Return what hashes a source file: the algorithm asked for, then SHA-256 if its origin states that."""
+    return new_digests(name) if facts.sha256 else (new_digest(name),)
+
+
+def check_origin(facts: FileFacts, sha256: str) -> None:
+    """Refuse a file that is not the one its origin states.
+
+    Args:
+        facts: As stated.
+        sha256: Of what was read.
 
     Raises:
-        PrepareError: It is missing, no regular file, or cannot be read.
+        PrepareError: As said.
     """
-    with _reading(where):
-        _facts(path.stat(), where)
-        descriptor = os.open(path, _OPEN_FLAGS)
-    try:
-        with _reading(where):
-            status = os.fstat(descriptor)
-        _facts(status, where)
-        yield descriptor, status
-    finally:
-        os.close(descriptor)
-
-
-def read_into(descriptor: int, view: memoryview, offset: int, *, where: str) -> None:
-    """Fill a buffer from a place in a file.
-
-    Raises:
-        PrepareError: The file ends before, or cannot be read.
-    """
-    done = 0
-    with _reading(where):
-        while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], offset + done)
-            if not count:
-                expected, found = f"{offset + len(view)} bytes", f"{offset + done} bytes"
-                raise PrepareError(
-                    Problem(where=where, what="truncated while it was read", expected=expected, found=found)
-                )
-            done += count
-
-
-@contextmanager
-def _reading(where: str) -> Iterator[None]:
-    """Turn a failure of the system into a refusal that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise PrepareError(Problem(where=where, what="cannot be read", found=error.strerror)) from error
-
-
-def _facts(status: os.stat_result, name: str) -> FileFacts:
-    if not stat.S_ISREG(status.st_mode):
-        raise PrepareError(Problem(where=name, what="not a regular file", expected="a regular file"))
-    return FileFacts(name=name, nbytes=status.st_size, mtime_ns=status.st_mtime_ns)
+    if facts.sha256 not in (None, sha256):
+        what = "not the file its origin states; nothing of it was kept"
+        raise PrepareError(Problem(where=facts.name, what=what, expected=f"SHA-256 {facts.sha256}", found=sha256))
 
 
 def _check_same(expected: FileFacts, found: FileFacts) -> None:
-    if expected != found:
-        raise PrepareError(
-            Problem(
-                where=expected.name, what="changed since it was planned", expected=shown(expected), found=shown(found)
-            )
-        )
+    if (expected.nbytes, expected.version) != (found.nbytes, found.version):
+        what, then, now = "changed since it was planned", shown(expected), shown(found)
+        raise PrepareError(Problem(where=expected.name, what=what, expected=then, found=now))
 
 
 def shown(facts: FileFacts) -> str:
     """Return the facts of a file in a few words."""
-    return f"{facts.nbytes} bytes, mtime {facts.mtime_ns} ns"
+    return f"{facts.nbytes} bytes, {facts.version}"
 
 
 # --- outputs --------------------------------------------------------------------------------------------------------
@@ -253,11 +204,13 @@ class NewFile:
             nbytes -= count
 
     def sync(self) -> None:
-        """Wait until all bytes are on the disk."""
+        """Wait until all bytes are on the disk; nothing can be added then."""
         if self.position != self.nbytes:
             raise ValueError(f"{self.path}: {self.position} bytes written, {self.nbytes} planned")
         with writing(self.path):
             os.fsync(self._descriptor)
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
 
     def publish(self) -> None:
         """Give the file its final name; the directory is synced by the caller, once for all its files."""
@@ -270,13 +223,13 @@ class NewFile:
         Raises:
             PrepareError: The system refuses.
         """
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            with writing(self.path):
-                try:
+        descriptor, self._descriptor = self._descriptor, -1
+        with writing(self.path):
+            try:
+                if descriptor >= 0:
                     os.close(descriptor)
-                finally:
-                    self._partial.unlink(missing_ok=True)
+            finally:
+                self._partial.unlink(missing_ok=True)
 
     def hexdigests(self) -> tuple[str, ...]:
         """Return the digests of what was written."""

@@ -5,6 +5,9 @@ resuming: its output files exist under their final names whole, or not at all. W
 the outputs, so that every output is written from front to back and its digest is known when the last byte is out.
 
 A step reads one source tensor once, window by window along its first stored axis, and hands every rank its part.
+
+A :class:`ShardPass` is some jobs of one file done together, and the digest of that file: what comes over a network is
+read once for all of them.
 """
 
 from __future__ import annotations
@@ -180,8 +183,28 @@ class SourceFile:
     name: str
 
 
-Work = Job | WholeFile | SourceFile
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPass:
+    """Jobs of one source file that become whole together, after its digest was taken if that is wanted.
+
+    Attributes:
+        jobs: In order of their number, which is the order of their tensors in the file.
+        digest: Whether the whole file is hashed while it is read.
+    """
+
+    jobs: tuple[Job, ...]
+    digest: bool
+
+
+Work = Job | ShardPass | WholeFile | SourceFile
 """What a task does."""
+
+
+def jobs_of(work: Work) -> tuple[Job, ...]:
+    """Return the jobs a task does; none if it copies or hashes a file."""
+    if isinstance(work, ShardPass):
+        return work.jobs
+    return (work,) if isinstance(work, Job) else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

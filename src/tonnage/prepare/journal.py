@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tonnage.errors import Problem
-from tonnage.prepare.io import FileFacts, PrepareError, shown, sync_directory, write_whole, writing
+from tonnage.prepare.io import PrepareError, shown, sync_directory, write_whole, writing
 from tonnage.prepare.output_dir import check_single
+from tonnage.sources.model import FileFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -40,7 +41,8 @@ class Identity:
         schema: Of the journal.
         format_version: Of what is written.
         checkpoint: Digest of the source's headers.
-        sources: Every source file with size and time of last change.
+        address: Of a source that is not on this machine, pinned where it can be; of a directory it counts for nothing.
+        sources: Every source file with size and version.
         recipe: Digest of the family's recipe.
         topology: Parallel sizes.
         engine: Whose placement rules.
@@ -57,6 +59,7 @@ class Identity:
     schema: str = JOURNAL_SCHEMA
     format_version: int = FORMAT_VERSION
     checkpoint: str
+    address: str | None = None
     sources: tuple[FileFacts, ...]
     recipe: str
     topology: str
@@ -137,7 +140,7 @@ class JobRecord:
         files: Its outputs, in order.
         converted: Its converted tensors, in order of steps.
         seconds: How long it took.
-        sources: The source file whose digest it took, if that was the job.
+        sources: The source file whose digest it took, if it took one.
     """
 
     job: int

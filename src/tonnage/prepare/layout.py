@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tonnage.checkpoint.index import is_plain_file_name
 from tonnage.formats.dtypes import DTYPE_BITS
 from tonnage.prepare.documents import PACKAGE_DOCUMENTS, SIGNATURE, SUMMARY
 from tonnage.prepare.jobs import Job, OutputFile, OutputTensor, ScaleRule, SourceTensor, Step, Take
 from tonnage.prepare.takes import Part
+from tonnage.sources.model import is_plain_file_name
 from tonnage.topology import Topology
 from tonnage.version import __version__
 
@@ -24,6 +24,14 @@ FORMAT = "tonnage.rank/1"
 SIDE_FILE_BYTES = 64 << 20
 _SIDE_SUFFIXES = (".json", ".model", ".tiktoken", ".jinja", ".txt", ".md")
 _SIDE_PREFIXES = ("tokenizer", "LICENSE", "NOTICE")
+USUAL_SIDE_FILES = (
+    "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "README.md", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "generation_config.json", "hf_quant_config.json", "merges.txt", "params.json",
+    "preprocessor_config.json", "processor_config.json", "sentencepiece.bpe.model", "special_tokens_map.json",
+    "spiece.model", "tekken.json", "tiktoken.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "video_preprocessor_config.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
+"""What is asked for by name where nothing lists the files of a checkpoint: a web server."""
 _NEVER = (
     ".py",
     ".pyc",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import secrets
 import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from tonnage.errors import Problem
 from tonnage.prepare.documents import MANIFEST, SIGNATURE, STATE, SUMMARY
-from tonnage.prepare.io import PARTIAL, PrepareError, sync_directory, writing
+from tonnage.prepare.io import PARTIAL, PrepareError, sync_directory, write_whole, writing
+from tonnage.sources.local import LocalSource
+from tonnage.sources.model import read_file
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -24,11 +27,15 @@ JOURNAL_FILE = f"{STATE}/journal.jsonl"
 OUTPUTS_FILE = f"{STATE}/outputs.json"
 """What a preparation may have written here: on the disk before the first of it, and until the last is removed."""
 
-STATE_FILES = frozenset({LOCK_FILE, JOURNAL_FILE, OUTPUTS_FILE})
+EPOCH_FILE = f"{STATE}/epoch"
+"""Which run is at work here, where its tasks may outlive it: those of a cluster."""
+
+STATE_FILES = frozenset({LOCK_FILE, JOURNAL_FILE, OUTPUTS_FILE, EPOCH_FILE})
 
 LOCK_WAIT_SECONDS = 30
+_EPOCH_BYTES = 32
 _MOST_NAMED = 10
-_PARTIAL_NAME = re.compile(rf"\.(.+)\.(?:job-\d+|whole(?:-[0-9a-f]{{16}})?){re.escape(PARTIAL)}", re.DOTALL)
+_PARTIAL_NAME = re.compile(rf"\.(.+)\.(?:job-\d+|whole)(?:-[0-9a-f]{{16}})?{re.escape(PARTIAL)}", re.DOTALL)
 _LOCK_CONTENT = re.compile(rb"[\d\0]*\n?\0*")
 
 
@@ -108,6 +115,45 @@ def locked(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def begin_epoch(directory: Path) -> str:
+    """Begin an epoch, which ends every other, and return its name. Only under the lock.
+
+    A task on another machine holds no lock. So it asks, before any of its files gets its final name, whether the epoch
+    it was begun in still is; and a new run, of whatever executor, first ends that epoch and then removes all unfinished
+    files: a task that asked in time finds nothing left to rename.
+    """
+    epoch = secrets.token_hex(16)
+    write_whole(make_parents(directory, EPOCH_FILE), epoch.encode())
+    return epoch
+
+
+def end_epoch(directory: Path) -> None:
+    """End whatever epoch there is. Only under the lock."""
+    _remove(path_within(directory, EPOCH_FILE))
+
+
+def check_epoch(directory: Path, epoch: str) -> None:
+    """Refuse to go on with a task whose run is over.
+
+    Raises:
+        PrepareError: As said, or the directory is not to be seen from here.
+    """
+    found = read_epoch(directory)
+    if found != epoch:
+        what = "the run that began this task is over, or its directory is not this one"
+        raise PrepareError(Problem(where=str(directory), what=what, expected=epoch, found=found or "none"))
+
+
+def read_epoch(directory: Path) -> str | None:
+    """Return the epoch of an output directory; ``None`` where there is none."""
+    try:
+        path = path_within(directory, EPOCH_FILE)
+        raw = read_file(LocalSource(path.parent), path.name, limit_bytes=_EPOCH_BYTES, kind=PrepareError)
+    except PrepareError:
+        return None
+    return raw.decode("ascii", "replace")
 
 
 def _lock(path: Path) -> int:
@@ -248,7 +294,7 @@ def _refuse_foreign(directory: Path, relatives: Iterable[str]) -> None:
             Problem(
                 where=str(directory),
                 what="output is in use",
-                expected="a new or an empty directory, or one this preparation began",
+                expected="a new or an empty directory, or one the same command began",
                 found=", ".join(foreign[:_MOST_NAMED]) + more,
             )
         )

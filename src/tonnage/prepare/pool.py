@@ -23,9 +23,13 @@ from tonnage.errors import Problem
 from tonnage.prepare.io import RESUME, PrepareError
 from tonnage.prepare.journal import JobRecord
 from tonnage.prepare.messages import BUG_STATUS, Progress, Refused, Setup, Task
+from tonnage.prepare.output_dir import end_epoch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from tonnage.prepare.executors import Event, Run
+    from tonnage.prepare.preparation import Preparation
 
 _DYING_SECONDS = 10
 _SAID_BYTES = 1 << 16
@@ -61,9 +65,15 @@ def started(workers: int, lock: int) -> Iterator[list[Worker]]:
         yield idle
 
 
-def run_tasks(
-    tasks: Iterable[Task], setup: Setup, workers: Iterable[Worker]
-) -> Iterator[Progress | tuple[Task, JobRecord]]:
+@contextmanager
+def local_processes(preparation: Preparation, lock: int) -> Iterator[Run]:
+    """Have the tasks of a preparation done on this machine; an :data:`~tonnage.prepare.executors.Executor`."""
+    end_epoch(preparation.setup.output)
+    with started(preparation.workers, lock) as workers:
+        yield lambda tasks: run_tasks(tasks, preparation.setup, workers)
+
+
+def run_tasks(tasks: Iterable[Task], setup: Setup, workers: Iterable[Worker]) -> Iterator[Event]:
     """Yield progress and finished tasks as the workers report them, until every task is done.
 
     Args:

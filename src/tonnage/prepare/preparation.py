@@ -9,12 +9,14 @@ from typing import Any
 
 from tonnage.errors import Problem
 from tonnage.prepare.checks import check_destination
-from tonnage.prepare.io import FileFacts, PrepareError, source_facts
-from tonnage.prepare.jobs import Job, Schedule, SourceFile, Work
+from tonnage.prepare.io import PrepareError, source_facts
+from tonnage.prepare.jobs import Schedule, ShardPass, SourceFile, Work, jobs_of
 from tonnage.prepare.journal import Identity
 from tonnage.prepare.layout import header_bytes
 from tonnage.prepare.messages import Setup, Task
-from tonnage.prepare.survey import Survey, TaskSize, survey_schedule, with_digests
+from tonnage.prepare.survey import Remote, Survey, TaskSize, digest_schedule, survey_schedule, with_digests
+from tonnage.sources.local import LocalSource
+from tonnage.sources.model import FileFacts, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +27,17 @@ class Preparation:
         schedule: What is to be done.
         survey: Its sizes.
         identity: What the written bytes depend on.
+        source: Name of the checkpoint.
         setup: What the workers need.
         planned_bytes: Weight bytes of every prepared rank, as planned.
-        workers: How many processes.
+        workers: How many processes of this machine; none where a cluster does the work.
         plan: The document of the plan it is of; goes into the summary.
     """
 
     schedule: Schedule
     survey: Survey
     identity: Identity
+    source: str
     setup: Setup
     planned_bytes: dict[int, int]
     workers: int
@@ -42,11 +46,17 @@ class Preparation:
     @property
     def memory_bytes(self) -> int:
         """Anonymous memory of all workers at most."""
-        return self.workers * self.survey.worker_bytes(self.setup.window_bytes)
+        return self.workers * self.task_memory_bytes
+
+    @property
+    def task_memory_bytes(self) -> int:
+        """Anonymous memory of whoever does one task, at most."""
+        return self.survey.worker_bytes(self.setup.window_bytes)
 
 
 def make_preparation(  # noqa: PLR0913 - all that a preparation is of
     schedule: Schedule,
+    source: Source,
     setup: Setup,
     identity: Callable[[tuple[FileFacts, ...], str], Identity],
     *,
@@ -55,11 +65,13 @@ def make_preparation(  # noqa: PLR0913 - all that a preparation is of
     source_digests: bool = True,
     workers: int | None = None,
     plan: Mapping[str, Any] | None = None,
+    whole: Schedule | None = None,
 ) -> Preparation:
     """Return a preparation: source files looked at, sizes counted, plan and schedule compared.
 
     Args:
         schedule: What is to be done.
+        source: The checkpoint.
         setup: From where to where, and how.
         identity: Makes the identity of the source files and the digest of the schedule.
         planned_bytes: Weight bytes of every rank, as planned.
@@ -67,17 +79,19 @@ def make_preparation(  # noqa: PLR0913 - all that a preparation is of
         source_digests: Whether digests of the source files are taken, besides those of files that are copied whole.
         workers: How many processes; by default as many as there are cores, and no more than tasks.
         plan: The document of the plan.
+        whole: The schedule of all ranks, if this is of some: the identity is of it, so that parts are known as one.
 
     Raises:
         PrepareError: A source file is missing or no regular file, the output directory cannot be one, or the schedule
             writes other bytes than planned.
     """
-    check_destination(setup.source, setup.output)
-    whole = [file.source for file in schedule.files if file.source is not None]
-    copied = {one.name: one for one in source_facts(setup.source, whole)}
-    survey = survey_schedule(schedule, {name: one.nbytes for name, one in copied.items()})
+    check_destination(source.directory if isinstance(source, LocalSource) else None, setup.output)
+    along = [file.source for file in schedule.files if file.source is not None]
+    copied = {one.name: one for one in source_facts(source, along)}
+    remote = Remote(window_bytes=setup.window_bytes, digests=source_digests) if source.transfer is not None else None
+    survey = survey_schedule(schedule, {name: one.nbytes for name, one in copied.items()}, remote)
     read = {*side_files, *(task.source for task in survey.tasks if task.source)}
-    facts = copied | {one.name: one for one in source_facts(setup.source, read - copied.keys())}
+    facts = copied | {one.name: one for one in source_facts(source, read - copied.keys())}
     _check_planned(planned_bytes, survey)
     if source_digests:
         survey = with_digests(survey, {name: one.nbytes for name, one in facts.items() if name not in copied})
@@ -85,7 +99,10 @@ def make_preparation(  # noqa: PLR0913 - all that a preparation is of
     return Preparation(
         schedule=schedule,
         survey=survey,
-        identity=identity(tuple(facts[name] for name in sorted(facts)), survey.digest),
+        identity=identity(
+            tuple(facts[name] for name in sorted(facts)), survey.digest if whole is None else digest_schedule(whole)
+        ),
+        source=source.name,
         setup=setup,
         planned_bytes=planned_bytes,
         workers=max(1, min(wanted, len(survey.tasks))),
@@ -99,16 +116,19 @@ def make_tasks(preparation: Preparation, sizes: Iterable[TaskSize]) -> Iterator[
     facts = {one.name: one for one in preparation.identity.sources}
     for size in sizes:
         work = _work_of(schedule, size)
-        headers = tuple(map(header_bytes, work.outputs)) if isinstance(work, Job) else ()
+        headers = tuple(header_bytes(output) for job in jobs_of(work) for output in job.outputs)
         source = None if size.source is None else facts[size.source]
         yield Task(number=size.number, work=work, source=source, headers=headers)
 
 
 def _work_of(schedule: Schedule, size: TaskSize) -> Work:
-    if size.digested_bytes is not None and size.source is not None:
+    if size.file is not None:
+        return schedule.files[size.file]
+    if size.digests_only and size.source is not None:
         return SourceFile(name=size.source)
-    behind = size.number - len(schedule.jobs)
-    return schedule.jobs[size.number] if behind < 0 else schedule.files[behind]
+    jobs = tuple(schedule.jobs[number] for number in size.jobs)
+    digest = size.digested_bytes is not None
+    return ShardPass(jobs=jobs, digest=digest) if digest or len(jobs) > 1 else jobs[0]
 
 
 def _check_planned(planned_bytes: dict[int, int], survey: Survey) -> None:

@@ -5,22 +5,32 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tonnage.checkpoint.io import CheckpointHeaders, digest_headers
+from tonnage.checkpoint.io import CheckpointHeaders, as_source, digest_headers
 from tonnage.errors import PlacementError, Problem
 from tonnage.placement import Placement
 from tonnage.prepare.hf import QuantStyle
-from tonnage.prepare.io import FileFacts, Hash, PrepareError
+from tonnage.prepare.io import Hash, PrepareError
 from tonnage.prepare.jobs import ScaleRule
 from tonnage.prepare.journal import Identity
-from tonnage.prepare.layout import choose_side_files
+from tonnage.prepare.layout import USUAL_SIDE_FILES, choose_side_files
 from tonnage.prepare.messages import WINDOW_BYTES, Setup
 from tonnage.prepare.preparation import Preparation, make_preparation
 from tonnage.prepare.schedule import OutputLayout, make_schedule
 from tonnage.prepare.takes import NOT_THE_SLICE
+from tonnage.sources.addresses import is_remote
+from tonnage.sources.model import FileFacts, Source
+from tonnage.sources.parallel import in_order
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+_UNLISTED = ("http:", "https:")
+"""What the address of a source begins with that nothing lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +64,7 @@ class PrepareOptions:
 
 def prepare_placement(  # noqa: PLR0913 - the values of all earlier stages
     placement: Placement,
-    source: Path,
+    source: Source | Path,
     output: Path,
     options: PrepareOptions,
     *,
@@ -66,7 +76,7 @@ def prepare_placement(  # noqa: PLR0913 - the values of all earlier stages
 
     Args:
         placement: What every rank holds.
-        source: The checkpoint directory.
+        source: The checkpoint; its directory if it is a path.
         output: Where it goes.
         options: How.
         headers: Those the placement was made from.
@@ -78,22 +88,26 @@ def prepare_placement(  # noqa: PLR0913 - the values of all earlier stages
         CheckpointError: The headers are not those of the placement.
         PrepareError: The checkpoint changed, or the destination cannot be one.
     """
-    side_files = choose_side_files(_file_sizes(source))
+    source = as_source(source)
+    if source.address.startswith(_UNLISTED):
+        list(in_order(source.has, USUAL_SIDE_FILES, threads=source.parallel))  # what is found is listed then
+    side_files = choose_side_files({name: facts.nbytes for name, facts in source.list_files().items()})
+    schedule_of = partial(
+        make_schedule,
+        placement,
+        headers.shards,
+        layout=options.layout,
+        scale_rule=options.scale_rule,
+        quant_style=options.quant_style,
+        side_files=side_files,
+        job_bytes=options.job_bytes,
+    )
     try:
-        schedule = make_schedule(
-            placement,
-            headers.shards,
-            layout=options.layout,
-            ranks=options.ranks,
-            scale_rule=options.scale_rule,
-            quant_style=options.quant_style,
-            side_files=side_files,
-            job_bytes=options.job_bytes,
-        )
+        schedule = schedule_of(ranks=options.ranks)
     except PlacementError as error:
         raise PlacementError(*error.problems, *_other_engine(placement.engine.name, error.problems)) from error
     setup = Setup(
-        source=source,
+        address=source.address,
         output=output,
         scale_rule=options.scale_rule,
         keep_nonfinite=options.nonfinite == "keep",
@@ -106,6 +120,7 @@ def prepare_placement(  # noqa: PLR0913 - the values of all earlier stages
     def identity(sources: tuple[FileFacts, ...], schedule_digest: str) -> Identity:
         return Identity(
             checkpoint=digest,
+            address=source.address if is_remote(source.address) else None,
             sources=sources,
             recipe=f"{placement.assignment.blueprint.recipe.family} {_recipes_digest()}",
             topology=f"tp{topology.tp} ep{topology.ep} pp{topology.pp}",
@@ -123,6 +138,7 @@ def prepare_placement(  # noqa: PLR0913 - the values of all earlier stages
     planned = {rank: _planned_bytes(placement, rank, options.layout) for rank in schedule.ranks}
     preparation = make_preparation(
         schedule,
+        source,
         setup,
         identity,
         planned_bytes=planned,
@@ -130,6 +146,7 @@ def prepare_placement(  # noqa: PLR0913 - the values of all earlier stages
         source_digests=options.source_digests,
         workers=options.workers,
         plan=plan,
+        whole=schedule_of() if len(schedule.ranks) < topology.world_size else None,
     )
     _check_unchanged(source, headers, digest)
     return preparation
@@ -142,11 +159,6 @@ def _other_engine(engine: str, problems: Sequence[Problem]) -> Iterator[Problem]
         yield Problem(where=f"--engine {engine}", what=what, expected="--engine split, which writes slices as stored")
 
 
-def _file_sizes(directory: Path) -> dict[str, int]:
-    """Return the regular files of a directory with their sizes."""
-    return {path.name: path.stat().st_size for path in sorted(directory.iterdir()) if path.is_file()}
-
-
 def _planned_bytes(placement: Placement, rank: int, layout: OutputLayout) -> int:
     """Return the weight bytes of a rank. In layout ``hf`` the container comes along as it is, in no rank's files."""
     pp_rank, tp_rank = divmod(rank, placement.topology.tp)
@@ -154,17 +166,19 @@ def _planned_bytes(placement: Placement, rank: int, layout: OutputLayout) -> int
     return placement.module_bytes(pp_rank, tp_rank) + slots
 
 
-def _check_unchanged(source: Path, headers: CheckpointHeaders, digest: str) -> None:
-    """Read the headers once more, now that size and time of every file are on record: they are those of the plan.
+def _check_unchanged(source: Source, headers: CheckpointHeaders, digest: str) -> None:
+    """Read the headers once more, now that size and version of every file are on record: they are those of the plan.
+
+    What a remote source is asked for is of the version it was first found in, or refused: it need not be read again.
 
     Raises:
         CheckpointError: A file has another size, or cannot be read.
         PrepareError: A header changed.
     """
-    found = digest_headers(source, headers)
+    found = digest if source.transfer is not None else digest_headers(source, headers)
     if found != digest:
         raise PrepareError(
-            Problem(where=str(source), what="changed since it was planned", expected=digest, found=found)
+            Problem(where=source.address, what="changed since it was planned", expected=digest, found=found)
         )
 
 

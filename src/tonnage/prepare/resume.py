@@ -37,6 +37,7 @@ from tonnage.prepare.journal import (
     write_outputs,
 )
 from tonnage.prepare.output_dir import (
+    EPOCH_FILE,
     JOURNAL_FILE,
     LOCK_FILE,
     OUTPUTS_FILE,
@@ -86,7 +87,7 @@ def held(preparation: Preparation) -> Iterator[int]:
             try:
                 yield lock
                 if is_still(output / LOCK_FILE, lock) and os.path.lexists(output / SUMMARY):
-                    remove_state(output, (JOURNAL_FILE, OUTPUTS_FILE))
+                    remove_state(output, (JOURNAL_FILE, OUTPUTS_FILE, EPOCH_FILE))
             finally:
                 # Another lock file means another run: what is here now is not ours to tidy up.
                 if is_still(output / LOCK_FILE, lock) and not _is_begun(output):

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from tonnage.prepare.checks import check_headers, check_sizes
 from tonnage.prepare.documents import SUMMARY
+from tonnage.prepare.executors import Executor, Run
 from tonnage.prepare.io import write_whole
-from tonnage.prepare.jobs import Job
 from tonnage.prepare.journal import JobRecord, SourceDigest, WrittenFile
 from tonnage.prepare.messages import Progress
 from tonnage.prepare.output_dir import path_within, remove_partials
-from tonnage.prepare.pool import Worker, run_tasks, started
+from tonnage.prepare.pool import local_processes
 from tonnage.prepare.preparation import Preparation, make_tasks
 from tonnage.prepare.resume import begin, check_held, completed, held
 from tonnage.prepare.summary import RankSummary, Summary, check_bytes, summary_bytes
@@ -48,7 +49,11 @@ class Standing:
 
 
 def run_preparation(
-    preparation: Preparation, on_progress: Callable[[Standing], None], *, force: bool = False
+    preparation: Preparation,
+    on_progress: Callable[[Standing], None],
+    *,
+    force: bool = False,
+    executor: Executor = local_processes,
 ) -> Summary:
     """Write everything, or what an earlier run left to do, and return the summary that stands in the output directory.
 
@@ -56,6 +61,7 @@ def run_preparation(
         preparation: What to do.
         on_progress: Called often.
         force: Start over, whatever an earlier preparation left here.
+        executor: Who does the work: processes of this machine, or a cluster.
 
     Raises:
         PrepareError: Another run is at work here, the directory holds something else, or a task is refused. What was
@@ -69,7 +75,7 @@ def run_preparation(
         earlier = None if force else completed(preparation)
         if earlier is not None:
             return earlier
-        records = _write(preparation, on_progress, lock, force=force)
+        records = _write(preparation, on_progress, executor(preparation, lock), force=force)
         check_sizes(output, preparation.survey.outputs)
         summary = _summary(preparation, records, time.monotonic() - start)
         check_bytes(summary, preparation.survey.outputs, preparation.planned_bytes, where=str(output / SUMMARY))
@@ -86,16 +92,20 @@ def _check_installed() -> None:
 
 
 def _write(
-    preparation: Preparation, on_progress: Callable[[Standing], None], lock: int, *, force: bool
+    preparation: Preparation,
+    on_progress: Callable[[Standing], None],
+    ready: AbstractContextManager[Run],
+    *,
+    force: bool,
 ) -> dict[int, JobRecord]:
     """Do what is left to do, put it on record, and return all records."""
     planned: set[str] = set()
     try:
-        with started(preparation.workers, lock) as workers:  # interpreters start while this one looks around
+        with ready as run:  # interpreters start while this one looks around
             journal, records = begin(preparation, force=force)
             planned = {one.path for one in preparation.survey.outputs}
             try:
-                for record in _work(preparation, records, on_progress, workers):
+                for record in _work(preparation, records, on_progress, run):
                     journal.append(record)
                     records[record.job] = record
             finally:
@@ -109,7 +119,7 @@ def _work(
     preparation: Preparation,
     records: dict[int, JobRecord],
     on_progress: Callable[[Standing], None],
-    workers: list[Worker],
+    run: Run,
 ) -> Iterator[JobRecord]:
     """Do what is left and yield records of what was read back and found to be as planned."""
     sizes = preparation.survey.tasks
@@ -125,13 +135,12 @@ def _work(
     on_progress(standing)
     if not left:
         return
-    for event in run_tasks(make_tasks(preparation, left), preparation.setup, workers):
+    for event in run(make_tasks(preparation, left)):
         if isinstance(event, Progress):
             standing = replace(standing, done_bytes=standing.done_bytes + event.nbytes)
         else:
             task, record = event
-            if isinstance(task.work, Job):
-                check_headers(preparation.setup.output, task.work)
+            check_headers(preparation.setup.output, task.work)
             yield record
             standing = replace(standing, tasks_done=standing.tasks_done + 1)
         on_progress(standing)
@@ -145,7 +154,7 @@ def _summary(preparation: Preparation, records: dict[int, JobRecord], seconds: f
         for file in record.files:
             by_rank.setdefault(file.rank, []).append(file)
     return Summary(
-        checkpoint=preparation.setup.source.resolve().name,
+        checkpoint=preparation.source,
         identity=preparation.identity,
         ranks=tuple(
             RankSummary(

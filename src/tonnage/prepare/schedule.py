@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Generic, Literal, TypeVar, overload
 
-from tonnage.checkpoint.index import INDEX_FILE
 from tonnage.checkpoint.skeletons import ShardHeader
 from tonnage.errors import CheckpointError, PlacementError, Problem, raise_if_any
 from tonnage.placement import Placement
@@ -21,6 +20,7 @@ from tonnage.prepare.jobs import ScaleRule, Schedule, WholeFile
 from tonnage.prepare.layout import rank_directory
 from tonnage.prepare.shard_jobs import ShardJobs, Taken, cut_into_spans
 from tonnage.prepare.slots import SLOTS_FILE, SlotJobs, slot_jobs
+from tonnage.sources.model import INDEX_FILE
 
 MOST_JOB_BYTES = 4 << 30
 LEAST_JOB_BYTES = 256 << 20

@@ -8,14 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tonnage.formats.dtypes import DTYPE_BITS
-from tonnage.prepare.io import NewFile, read_into
+from tonnage.prepare.io import NewFile
 from tonnage.prepare.windows import (
     BLOCK_ELEMENTS,
+    CODE_BITS,
     Cut,
     Grid,
+    converted_rows,
     cut_step,
     cut_tensor,
-    merged,
+    is_read_in_runs,
+    needed_runs,
     overlaps,
     pieces,
     scale_takes,
@@ -27,11 +30,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from tonnage.prepare.ahead import Reader
     from tonnage.prepare.jobs import Step
 
     Bytes = NDArray[np.uint8]
-
-_CODE_BITS = 8
 
 
 class Outputs:
@@ -63,9 +65,9 @@ class Outputs:
 class Stream:
     """Reads one source file and hands out what it read; its buffers are used again and again."""
 
-    def __init__(self, descriptor: int, outputs: Outputs, *, window_bytes: int) -> None:
+    def __init__(self, reader: Reader, outputs: Outputs, *, window_bytes: int) -> None:
         """Begin without buffers: they grow to the window, or to one row of a tensor that is larger."""
-        self._descriptor = descriptor
+        self._reader = reader
         self._outputs = outputs
         self._window = window_bytes
         self._read = memoryview(b"")
@@ -76,7 +78,7 @@ class Stream:
         grid, cuts = cut_step(step)
         for take in step.takes:
             self._outputs.expect(take.rank, take.begin, step.source.name)
-        if grid.rows == 1 or grid.row_bytes > self._window:
+        if is_read_in_runs(grid, self._window):
             self._copy_runs(step, grid, cuts)
         else:
             self._copy_columns(step, grid, cuts)
@@ -94,9 +96,9 @@ class Stream:
         source = step.source
         rows, columns = source.shape
         width = DTYPE_BITS[source.dtype] // 8
-        _, cuts = cut_tensor(step.takes, source.shape, _CODE_BITS, where=source.name)
+        _, cuts = cut_tensor(step.takes, source.shape, CODE_BITS, where=source.name)
         by_columns = any(take.axis == 1 for take in step.takes)
-        needed = [(0, rows)] if by_columns else _rows_of(cuts, columns)
+        needed = converted_rows(cuts, rows, columns)
         for take in step.takes:
             self._outputs.expect(take.rank, take.begin, source.name)
         scales = np.empty((rows, columns // BLOCK_ELEMENTS), np.uint8)
@@ -111,7 +113,7 @@ class Stream:
 
     def _copy_runs(self, step: Step, grid: Grid, cuts: tuple[Cut, ...]) -> None:
         """Rows longer than a window, or a single one: what is taken are runs of bytes."""
-        needed = merged(span for cut in cuts for span in cut.spans)
+        needed = needed_runs(cuts)
         for row in range(grid.rows):
             for window in pieces(needed, self._window):
                 view = self._window_of(step, row * grid.row_bytes + window[0], window[1] - window[0])
@@ -142,7 +144,7 @@ class Stream:
             self._outputs.write(cut.take.rank, flat[begin - window[0] : end - window[0]])
 
     def _write_scales(self, step: Step, scales: Bytes) -> None:
-        grid, cuts = cut_tensor(scale_takes(step.takes), scales.shape, _CODE_BITS, where=step.source.name)
+        grid, cuts = cut_tensor(scale_takes(step.takes), scales.shape, CODE_BITS, where=step.source.name)
         for take, cut in zip(step.takes, cuts, strict=True):
             if take.scale_begin is None:
                 raise ValueError(f"{step.source.name}: converted, but no place for the scales of rank {take.rank}")
@@ -172,13 +174,5 @@ class Stream:
         if len(self._read) < nbytes:
             self._read = memoryview(bytearray(nbytes))
         piece = self._read[:nbytes]
-        read_into(self._descriptor, piece, step.source.begin + begin, where=step.source.file)
+        self._reader.read_into(piece, step.source.begin + begin)
         return piece
-
-
-def _rows_of(cuts: tuple[Cut, ...], columns: int) -> list[tuple[int, int]]:
-    """Return the rows that anyone takes."""
-    if not columns:
-        return []
-    spans = merged(span for cut in cuts for span in cut.spans)
-    return [(begin // columns, end // columns) for begin, end in spans]

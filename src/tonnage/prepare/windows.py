@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 BLOCK_ELEMENTS = 32
 """Elements that share a scale in MXFP8."""
+CODE_BITS = 8
+"""Of an element in MXFP8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,54 @@ def cut_tensor(takes: Iterable[Take], shape: tuple[int, ...], bits: int, *, wher
     grid = Grid(rows=rows, row_bytes=_whole_bytes(prod(shape) * bits, where) // max(rows, 1))
     inner_bits = 0 if axis is None else prod(shape[axis + 1 :]) * bits
     return grid, tuple(Cut(take=take, spans=_spans(take, grid, inner_bits, where)) for take in takes)
+
+
+def step_spans(step: Step, window_bytes: int) -> Iterator[Span]:
+    """Yield the bytes of its source file that a step reads, ascending, however small the windows they are read in.
+
+    Args:
+        step: Of a job.
+        window_bytes: Most that is read at once: it decides whether rows are read whole.
+    """
+    source = step.source
+    if step.convert:
+        rows, columns = source.shape
+        _, cuts = cut_tensor(step.takes, source.shape, CODE_BITS, where=source.name)
+        needed = converted_rows(cuts, rows, columns)
+        row_bytes = columns * DTYPE_BITS[source.dtype] // 8
+        yield from ((source.begin + first * row_bytes, source.begin + last * row_bytes) for first, last in needed)
+        return
+    grid, cuts = cut_step(step)
+    if not is_read_in_runs(grid, window_bytes):
+        yield source.begin, source.begin + grid.rows * grid.row_bytes
+        return
+    runs = needed_runs(cuts)
+    for begin in range(source.begin, source.begin + grid.rows * grid.row_bytes, max(1, grid.row_bytes)):
+        yield from ((begin + first, begin + last) for first, last in runs)
+
+
+def is_read_in_runs(grid: Grid, window_bytes: int) -> bool:
+    """Whether of every row only what is taken is read; else whole rows are read and the columns gathered."""
+    return grid.rows == 1 or grid.row_bytes > window_bytes
+
+
+def needed_runs(cuts: Iterable[Cut]) -> list[Span]:
+    """Return the bytes of every row that anyone takes."""
+    return merged(span for cut in cuts for span in cut.spans)
+
+
+def converted_rows(cuts: tuple[Cut, ...], rows: int, columns: int) -> list[Span]:
+    """Return the rows of a converted weight that anyone takes; all of them if columns are cut."""
+    if any(cut.take.axis == 1 for cut in cuts):
+        return [(0, rows)]
+    return [(begin // columns, end // columns) for begin, end in needed_runs(cuts)] if columns else []
+
+
+def converted_elements(step: Step) -> int:
+    """Return how many elements a step converts: those of the rows that anyone takes."""
+    rows, columns = step.source.shape
+    _, cuts = cut_tensor(step.takes, step.source.shape, CODE_BITS, where=step.source.name)
+    return columns * sum(last - first for first, last in converted_rows(cuts, rows, columns))
 
 
 def scale_takes(takes: Iterable[Take]) -> Iterator[Take]:

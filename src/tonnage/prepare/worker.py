@@ -13,36 +13,33 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from math import isfinite
+from functools import cache
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from tonnage.errors import Problem, TonnageError
+from tonnage.prepare.ahead import reading
 from tonnage.prepare.io import (
     RESUME,
     NewFile,
-    PrepareError,
-    new_digest,
+    check_origin,
     new_digests,
     opened_source,
-    read_into,
+    source_digests,
     sync_directory,
 )
-from tonnage.prepare.jobs import Job, OutputFile, SourceFile, Step, WholeFile
-from tonnage.prepare.journal import ConvertedTensor, JobRecord, SourceDigest, WrittenFile
+from tonnage.prepare.jobs import SourceFile, WholeFile
+from tonnage.prepare.journal import JobRecord
 from tonnage.prepare.messages import BUG_STATUS, GONE_STATUS, Progress, Refused, Setup, Task
-from tonnage.prepare.output_dir import make_parents
-from tonnage.prepare.stream import Outputs, Stream
+from tonnage.prepare.output_dir import check_epoch, make_parents
+from tonnage.prepare.shard_pass import Done, source_digest, write_jobs, written_file
+from tonnage.sources.addresses import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from tonnage.prepare.io import FileFacts
-    from tonnage.prepare.mxfp8 import SourceDtype
+    from tonnage.sources.model import FileFacts, Source
 
 _REPORT_SECONDS = 0.1
 
@@ -51,7 +48,7 @@ def run_task(task: Task, setup: Setup, on_bytes: Callable[[int], None]) -> JobRe
     """Write the files of a task under temporary names, sync them, and give them their final names; or hash a source.
 
     Args:
-        task: A job, a whole file, or a source file.
+        task: Jobs of one file, a whole file, or a source file.
         setup: What holds for all tasks.
         on_bytes: Called with the number of payload bytes written, or read for a digest, many times.
 
@@ -59,147 +56,83 @@ def run_task(task: Task, setup: Setup, on_bytes: Callable[[int], None]) -> JobRe
         What was written, with digests.
 
     Raises:
-        PrepareError: The source changed, the disk is full, or a value has no finite conversion. No file of the task has
-            its final name unless all its bytes are on the disk.
+        PrepareError: The source changed or is not the file its origin states, the disk is full, or a value has no
+            finite conversion. No file of the task has its final name unless all bytes of all of them are on the disk.
+        SourceError: A server cannot be reached, or answers wrong.
     """
     begin = time.monotonic()
-    files: tuple[_Written, ...]
-    converted: tuple[ConvertedTensor, ...]
-    if isinstance(task.work, SourceFile):
-        source = _digest_source(task, setup, on_bytes)
-        seconds = time.monotonic() - begin
-        return JobRecord(job=task.number, files=(), converted=(), seconds=seconds, sources=(source,))
+    if setup.epoch is not None:
+        check_epoch(setup.output, setup.epoch)
+    source = source_at(setup.address)
     with ExitStack() as stack:
-        if isinstance(task.work, WholeFile):
-            files, converted = _write_whole(task, task.work, setup, stack, on_bytes), ()
+        if isinstance(task.work, SourceFile):
+            done = _digest_source(task, setup, source, on_bytes)
+        elif isinstance(task.work, WholeFile):
+            done = _write_whole(task, task.work, setup, source, stack, on_bytes)
         else:
-            files, converted = _write_job(task, task.work, setup, stack, on_bytes)
-        for file, _ in files:
-            file.sync()
-        for file, _ in files:
+            done = write_jobs(task, setup, source, stack, on_bytes)
+        if setup.epoch is not None:
+            check_epoch(setup.output, setup.epoch)
+        for file, _ in done.files:
             file.publish()
-        for directory in sorted({file.path.parent for file, _ in files}):
+        for directory in sorted({file.path.parent for file, _ in done.files}):
             sync_directory(directory)
-        written = tuple(record for _, record in files)
-    return JobRecord(job=task.number, files=written, converted=converted, seconds=time.monotonic() - begin)
-
-
-_Written = tuple[NewFile, WrittenFile]
-
-
-def _write_job(
-    task: Task, job: Job, setup: Setup, stack: ExitStack, on_bytes: Callable[[int], None]
-) -> tuple[tuple[_Written, ...], tuple[ConvertedTensor, ...]]:
-    """Stream the tensors of a job into its outputs."""
-    assert task.source is not None
-    files = {
-        output.rank: _create(task, output, header, setup, stack)
-        for output, header in zip(job.outputs, task.headers, strict=True)
-    }
-    converted = []
-    with opened_source(setup.source, task.source) as descriptor:
-        stream = Stream(descriptor, Outputs(files, on_bytes), window_bytes=setup.window_bytes)
-        for step in job.steps:
-            if step.convert:
-                converted.append(_convert(stream, step, setup))
-            else:
-                stream.copy(step)
-    return tuple(
-        (
-            files[output.rank][0],
-            _written(files[output.rank][0], output.path, rank=output.rank, payload_bytes=output.payload_bytes),
-        )
-        for output in job.outputs
-    ), tuple(converted)
-
-
-def _convert(stream: Stream, step: Step, setup: Setup) -> ConvertedTensor:
-    """Convert a tensor for all ranks and sum up its errors."""
-    from tonnage.prepare.mxfp8 import Figures, quantize  # noqa: PLC0415 - loads a compiler; many jobs need none
-
-    source = step.source
-    parts: list[Figures] = []
-
-    def quantize_rows(bits: NDArray[Any], codes: NDArray[np.uint8], scales: NDArray[np.uint8], first: int) -> None:
-        figures = quantize(bits, cast("SourceDtype", source.dtype), codes, scales, rule=setup.scale_rule)
-        if figures.first_nonfinite is not None and not setup.keep_nonfinite:
-            row, column = divmod(figures.first_nonfinite, bits.shape[1])
-            what = "a value that is not finite; --nonfinite keep --force starts over and converts it"
-            found = f"at [{first + row}, {column}]"
-            raise PrepareError(Problem(where=source.file, tensor=source.name, what=what, found=found))
-        parts.append(figures)
-
-    stream.convert(step, quantize_rows)
-    total = sum(parts, start=Figures())
-    errors = total.errors
-    assert errors is not None
-    return ConvertedTensor(
-        tensor=source.name,
-        elements=total.elements,
-        nonfinite_blocks=total.nonfinite_blocks,
-        relative_error=errors.relative,
-        sqnr_db=errors.sqnr_db if isfinite(errors.sqnr_db) else None,
-        largest_error=errors.largest_error,
+    return JobRecord(
+        job=task.number,
+        files=tuple(record for _, record in done.files),
+        converted=done.converted,
+        seconds=time.monotonic() - begin,
+        sources=done.sources,
     )
 
 
-def _create(task: Task, output: OutputFile, header: bytes, setup: Setup, stack: ExitStack) -> tuple[NewFile, int]:
-    """Create an output file and write its header; return it with the length of the header."""
-    path = make_parents(setup.output, output.path)
-    file = NewFile(path, len(header) + output.payload_bytes, tag=f"job-{task.number}", digests=new_digests(setup.hash))
-    stack.callback(file.close)
-    file.write(memoryview(header))
-    return file, len(header)
+@cache
+def source_at(address: str) -> Source:
+    """Return the source at an address, opened once for all tasks of a process."""
+    return open_source(address)
 
 
 def _write_whole(
-    task: Task, whole: WholeFile, setup: Setup, stack: ExitStack, on_bytes: Callable[[int], None]
-) -> tuple[_Written]:
+    task: Task, whole: WholeFile, setup: Setup, source: Source, stack: ExitStack, on_bytes: Callable[[int], None]
+) -> Done:
     """Write a file that comes along, from the source or from its content."""
     path = make_parents(setup.output, whole.path)
     nbytes = len(whole.content) if task.source is None else task.source.nbytes
-    file = NewFile(path, nbytes, tag=f"job-{task.number}", digests=new_digests(setup.hash))
+    file = NewFile(path, nbytes, tag=task.tag, digests=new_digests(setup.hash))
     stack.callback(file.close)
     if task.source is None:
         file.write(memoryview(whole.content))
         on_bytes(nbytes)
     else:
-        for piece in _read_through(task.source, setup):
+        for piece in _read_through(task.source, setup, source):
             file.write(piece)
             on_bytes(len(piece))
-    return ((file, _written(file, whole.path, rank=None, payload_bytes=0)),)
+        check_origin(task.source, file.hexdigests()[-1])
+    file.sync()
+    return Done(files=((file, written_file(file, whole.path, rank=None, payload_bytes=0)),))
 
 
-def _written(file: NewFile, path: str, *, rank: int | None, payload_bytes: int) -> WrittenFile:
-    """Return the record of a file that was written to its end."""
-    digest, *others = file.hexdigests()
-    return WrittenFile(
-        path=path,
-        rank=rank,
-        payload_bytes=payload_bytes,
-        file_bytes=file.nbytes,
-        digest=digest,
-        sha256=others[0] if others else None,
-    )
-
-
-def _digest_source(task: Task, setup: Setup, on_bytes: Callable[[int], None]) -> SourceDigest:
-    """Return the digest of a whole source file."""
+def _digest_source(task: Task, setup: Setup, source: Source, on_bytes: Callable[[int], None]) -> Done:
+    """Take the digest of a whole source file."""
     assert task.source is not None
-    digest = new_digest(setup.hash)
-    for piece in _read_through(task.source, setup):
-        digest.update(piece)
+    digests = source_digests(setup.hash, task.source)
+    for piece in _read_through(task.source, setup, source):
+        for digest in digests:
+            digest.update(piece)
         on_bytes(len(piece))
-    return SourceDigest(name=task.source.name, nbytes=task.source.nbytes, digest=digest.hexdigest())
+    return Done(sources=(source_digest(task.source, tuple(digest.hexdigest() for digest in digests)),))
 
 
-def _read_through(source: FileFacts, setup: Setup) -> Iterator[memoryview]:
+def _read_through(facts: FileFacts, setup: Setup, source: Source) -> Iterator[memoryview]:
     """Yield a source file from front to back; every piece is valid until the next."""
-    window = memoryview(bytearray(min(source.nbytes, setup.window_bytes)))
-    with opened_source(setup.source, source) as descriptor:
-        for begin in range(0, source.nbytes, setup.window_bytes):
-            piece = window[: source.nbytes - begin]
-            read_into(descriptor, piece, begin, where=source.name)
+    window = memoryview(bytearray(min(facts.nbytes, setup.window_bytes)))
+    with (
+        opened_source(source, facts) as file,
+        reading(file, [(0, facts.nbytes)], remote=source.transfer is not None) as reader,
+    ):
+        for begin in range(0, facts.nbytes, setup.window_bytes):
+            piece = window[: facts.nbytes - begin]
+            reader.read_into(piece, begin)
             yield piece
 
 
@@ -209,8 +142,8 @@ def _read_through(source: FileFacts, setup: Setup) -> Iterator[memoryview]:
 class _Reporter:
     """Sends progress, not more often than it can be shown."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, send: Callable[[Progress], object]) -> None:
+        self._send = send
         self._unsent = 0
         self._next = 0.0
 
@@ -222,7 +155,7 @@ class _Reporter:
     def flush(self) -> None:
         """Send what was not sent yet."""
         if self._unsent:
-            self._connection.send(Progress(self._unsent))
+            self._send(Progress(self._unsent))
         self._unsent = 0
         self._next = time.monotonic() + _REPORT_SECONDS
 
@@ -239,17 +172,22 @@ def main(descriptor: int) -> None:
     inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
     setup: Setup = connection.recv()
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
-    report = _Reporter(connection)
     while (task := inbox.get()) is not None:
-        try:
-            answer: JobRecord | Refused = run_task(task, setup, report)
-        except TonnageError as error:
-            answer = Refused(error.problems)
-        except (OSError, MemoryError, ImportError, RuntimeError) as error:  # the system gives no memory, no thread
-            found = f"{type(error).__name__}: {error}"
-            answer = Refused((Problem(where=task.title, what=f"its worker failed; {RESUME}", found=found),))
-        report.flush()
-        connection.send(answer)
+        answer_task(task, setup, connection.send)
+
+
+def answer_task(task: Task, setup: Setup, send: Callable[[Progress | JobRecord | Refused], object]) -> None:
+    """Do a task and tell how far it is, and last what was written, or why it is refused."""
+    report = _Reporter(send)
+    try:
+        answer: JobRecord | Refused = run_task(task, setup, report)
+    except TonnageError as error:
+        answer = Refused(error.problems)
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:  # the system gives no memory, no thread
+        found = f"{type(error).__name__}: {error}"
+        answer = Refused((Problem(where=task.title, what=f"its worker failed; {RESUME}", found=found),))
+    report.flush()
+    send(answer)
 
 
 def _receive(connection: Connection, inbox: queue.SimpleQueue[Task | None]) -> None:

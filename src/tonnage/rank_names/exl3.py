@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tonnage.checkpoint.index import INDEX_FILE
 from tonnage.compare.model import CONFIG, Model, open_model
 from tonnage.errors import PlacementError, Problem, one_line
 from tonnage.prepare.layout import file_name, index_bytes
 from tonnage.rank_names.files import FILE_BYTES, Entry, make_empty, packed, side_files, write_documents, write_file
 from tonnage.rank_names.naming import RATES_FILE, RankNames, of_rank, rank_names
+from tonnage.sources.model import INDEX_FILE
 
 SCHEMA = "tonnage.export-names/1"
 _STAYS_BEHIND = frozenset({CONFIG, "quantization_config.json"})

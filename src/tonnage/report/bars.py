@@ -6,12 +6,11 @@ compares with the supply. Ranks that hold the same are one bar.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from tonnage.report.saved import SavedLine, SavedPlan, SavedRank, held_together
-from tonnage.units import MIB, unit_for
+from tonnage.units import MIB, ranges, unit_for
 
 PartKind = Literal[
     "experts", "weights", "engine", "draft", "runtime", "workspace", "reserve", "margin", "cache", "given"
@@ -123,17 +122,6 @@ def _parts(rank: SavedRank, given: int | None) -> tuple[Part, ...]:
         for kind in LABELS
         if sizes.get(kind)
     )
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Write 0, 1, 2, 5 as ``0-2, 5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def size_words(nbytes: int) -> str:

@@ -9,9 +9,8 @@ from rich.text import Text
 
 from tonnage.errors import one_line
 from tonnage.measure.record import largest_rank, smallest_rank
-from tonnage.report.bars import ranges
 from tonnage.report.tables import add_row, new_table
-from tonnage.units import unit_for
+from tonnage.units import ranges, unit_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,12 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tonnage.errors import one_line
-from tonnage.report.bars import ranges
 from tonnage.report.changes import changes, signed_size
 from tonnage.report.documents import cache_document, plan_document
 from tonnage.report.saved import read_saved
 from tonnage.report.terminal import RankBars, plain_text
-from tonnage.units import MIB, gib, unit_for
+from tonnage.units import MIB, gib, ranges, unit_for
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tonnage.checkpoint.index import INDEX_FILE
 from tonnage.errors import CheckpointError, Problem
 from tonnage.formats.exl3_v1_manifest import manifest_document
 from tonnage.formats.exl3_v1_names import EXL3_V1
+from tonnage.sources.model import INDEX_FILE
 from tonnage.synth.layout import LaidFile, Layout, header_bytes, index_bytes, plan_layout
 from tonnage.synth.shrink import scale_down
 from tonnage.synth.storage import DEFAULT_BITS, Experts, Storage, store_as

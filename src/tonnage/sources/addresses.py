@@ -1,0 +1,101 @@
+"""From what a user types to where the files are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from tonnage.sources.local import LocalSource
+from tonnage.sources.model import Source
+
+if TYPE_CHECKING:
+    from tonnage.sources.limits import Limits
+    from tonnage.sources.transfer import Transfer
+
+REMOTE = ("hf:", "https:", "http:", "s3:", "gs:")
+"""What the address of a source elsewhere begins with."""
+
+
+def is_remote(text: str | Path) -> bool:
+    """Whether an address leads off this machine. A path that begins like one is written with ``./``."""
+    return isinstance(text, str) and text.lower().startswith(REMOTE)
+
+
+def open_source(text: str | Path, *, limits: Limits | None = None, transfer: Transfer | None = None) -> Source:
+    """Return the source at an address; a directory on this machine is not looked at yet.
+
+    Args:
+        text: ``hf:org/name[@revision]``, ``https://host/directory/``, ``s3://bucket/prefix``, ``gs://bucket/prefix``,
+            or a path.
+        limits: How long servers are waited for, and whether they are asked at all; by default as the environment says.
+        transfer: Where it is counted what goes over the network; a new one by default.
+
+    Raises:
+        SourceError: The address cannot be read, or its server cannot be reached or answers wrong.
+    """
+    if not is_remote(text):
+        return LocalSource(Path(text))
+    from tonnage.sources.limits import Limits  # noqa: PLC0415 - a directory on this machine needs none
+    from tonnage.sources.transfer import Transfer  # noqa: PLC0415 - as above
+
+    assert isinstance(text, str)
+    scheme = text.partition(":")[0].lower()
+    return _OPENERS[scheme](text, limits or Limits.of_environment(), transfer or Transfer())
+
+
+def open_folder(source: Source, folder: str) -> Source:
+    """Return the source of a directory in a source, at any depth.
+
+    Args:
+        source: Open.
+        folder: Relative, with ``/``.
+
+    Raises:
+        SourceError: As :func:`open_source`.
+    """
+    if isinstance(source, LocalSource):
+        return LocalSource(source.directory / folder)
+    if source.address.startswith("hf:"):
+        from tonnage.sources.hub import open_hub  # noqa: PLC0415 - as below
+        from tonnage.sources.limits import Limits  # noqa: PLC0415 - as below
+        from tonnage.sources.transfer import Transfer  # noqa: PLC0415 - as below
+
+        return open_hub(source.address, Limits.of_environment(), source.transfer or Transfer(), folder)
+    quoted = quote(folder) if source.address.startswith("http") else folder
+    return open_source(f"{source.address.rstrip('/')}/{quoted}")
+
+
+def split_file(text: str) -> tuple[str, str | None]:
+    """Return the address of a directory and, where an address ends in ``.json``, the file in it that is meant.
+
+    >>> split_file("https://example.com/m/config.json")
+    ('https://example.com/m', 'config.json')
+    >>> split_file("s3://bucket/m")
+    ('s3://bucket/m', None)
+    """
+    parent, slash, file = text.rpartition("/")
+    if text.lower().startswith("hf:") or not slash or not file.endswith(".json"):
+        return text, None
+    return parent, file
+
+
+def _open_hub(text: str, limits: Limits, transfer: Transfer) -> Source:
+    from tonnage.sources.hub import open_hub  # noqa: PLC0415 - its client library takes long to import
+
+    return open_hub(text, limits, transfer)
+
+
+def _open_web(text: str, limits: Limits, transfer: Transfer) -> Source:
+    from tonnage.sources.web import open_web  # noqa: PLC0415 - as above
+
+    return open_web(text, limits, transfer)
+
+
+def _open_store(text: str, limits: Limits, transfer: Transfer) -> Source:
+    from tonnage.sources.store import open_store  # noqa: PLC0415 - as above
+
+    return open_store(text, limits, transfer)
+
+
+_OPENERS = {"hf": _open_hub, "https": _open_web, "http": _open_web, "s3": _open_store, "gs": _open_store}
