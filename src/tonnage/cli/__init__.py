@@ -47,6 +47,7 @@ _OF_EXTRAS = {
     **dict.fromkeys(("httpx2", "huggingface_hub"), "tonnage[hub]"),
     "jinja2": "tonnage[html]",
     "obstore": "tonnage[store]",
+    "ray": "tonnage[ray]",
     **dict.fromkeys(("plotly", "starlette", "uvicorn"), "tonnage[ui]"),
 }
 """Modules that planning on this machine needs none of, and what installs them."""
