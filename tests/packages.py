@@ -42,6 +42,19 @@ def make_package(directory: Path, private: Path, fields: dict[str, Any], *words:
     return directory
 
 
+def call_scales(file: Path) -> None:
+    """Give the scales of a safetensors file the dtype that is named after what they are, and not the one that is read."""
+    raw = file.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    for name, tensor in header.items():
+        if name.endswith("_scale"):
+            tensor["dtype"] = "F8_E8M0"
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[end:])
+
+
 def sign_anew(
     directory: Path,
     private: Path,

@@ -43,7 +43,7 @@ def test_every_help_ends_with_an_example_that_runs(tonnage, tmp_path):
 def test_commands_are_listed_as_they_follow_each_other_each_on_one_line(tonnage):
     lines = [line.split(maxsplit=1) for line in tonnage("-h").stdout.split("Commands:\n")[1].splitlines()]
     assert [name for name, _ in lines] == [
-        "inspect", "plan", "report", "fit", "flags", "synth", "prepare", "export", "export-names", "join", "verify", "fetch",
+        "inspect", "plan", "report", "fit", "flags", "synth", "prepare", "export", "export-names", "join", "verify", "fetch", "serve",
         "measure", "explain", "compare", "calibrate", "calibrations", "observe", "ui", "models", "gpus", "demo",
     ]  # fmt: skip
     assert not [text for _, text in lines if len(text) > 60 or text.endswith("...")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ from tonnage.compare.comparison import Comparison, compare_models, comparison_do
 from tonnage.compare.end_to_end import compare_answers
 from tonnage.compare.figures import compare_values
 from tonnage.compare.model import open_model
+from tonnage.compare.subjects import Subject, subject_of
 from tonnage.compare.texts import read_prompts, shipped_prompts, shipped_text, text_digest
 from tonnage.compare.wholes import CompareError, put_together
 from tonnage.compare.windows import stored_bits, windows
@@ -380,13 +382,39 @@ def test_the_document_of_the_command(tonnage: Tonnage, home: Path) -> None:
     document = json.loads(done.stdout)
     assert document == json.loads(json.dumps(comparison_document(compared(home / "small", home / "mxfp8"))))
     assert document["schema"] == "tonnage.compare/1"
-    assert document["b"] == {"name": "mxfp8", "ranks": 2}
+    summary = json.loads((home / "mxfp8" / "prepare.json").read_bytes())
+    lines = [f"{file['sha256']} {file['path']}\n" for rank in summary["ranks"] for file in rank["files"]]
+    digest = hashlib.sha256("".join(sorted(lines, key=lambda line: line[65:])).encode()).hexdigest()
+    assert document["a"] == {
+        "name": "small", "ranks": 1, "of": "checkpoint", "digest": summary["identity"]["checkpoint"]
+    }  # fmt: skip
+    assert document["b"] == {"name": "mxfp8", "ranks": 2, "of": "prepared", "digest": digest}
     assert document["tensors"] == {"compared": 12, "differing": 7, "incomparable": 0, "only_a": 0, "only_b": 0}
     assert document["end_to_end"] is None
 
 
+def test_a_package_is_the_weights_that_were_prepared(home: Path, tmp_path: Path) -> None:
+    package = shutil.copytree(home / "mxfp8", tmp_path / "package")
+    before = subject_of(package)
+    run("export", package, "--key", write_key(tmp_path)[0], "--hash", "sha256")
+    assert subject_of(package) == before
+    assert subject_of(home / "hf") != before
+    assert subject_of(checkpoint(tmp_path / "strange", {"a": np.zeros(4, BF16)}, {"model_type": "none"})) == Subject()
+
+
+def test_a_record_is_the_document_and_never_written_over(tonnage: Tonnage, home: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    words = ("compare", home / "small", home / "mxfp8", "--save", record)
+    done = tonnage(*words, "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (0, json.loads(record.read_bytes()))
+    assert tonnage(*words).returncode == 0  # the same once more
+    record.write_text("{}")
+    assert tonnage(*words).returncode == 2
+    assert tonnage(*words, "--force").returncode == 0
+
+
 def test_the_table_names_the_worst_tensor_first(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compare(home / "small", home / "mxfp8", end_to_end=False, prompts=None, as_json=False)
+    compare(home / "small", home / "mxfp8", end_to_end=False, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "A small (1 rank) · B mxfp8 (2 ranks)"
     assert lines[3].startswith(compared(home / "small", home / "mxfp8").worst.name)
@@ -394,7 +422,7 @@ def test_the_table_names_the_worst_tensor_first(home: Path, capsys: pytest.Captu
 
 def test_the_example_of_the_help_runs(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Example: tonnage compare checkpoint prepared --json" in (compare.__doc__ or "")
-    compare(home / "small", home / "plain", end_to_end=False, prompts=None, as_json=True)
+    compare(home / "small", home / "plain", end_to_end=False, as_json=True)
     assert json.loads(capsys.readouterr().out)["identical"] is True
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,14 @@ from blake3 import blake3
 from cryptography.hazmat.primitives import serialization
 from typer.testing import CliRunner
 
+from packages import call_scales
 from samples import certify, file_contents, prepare_small, write_key
 from tonnage import open_rank
 from tonnage.cli import app
+from tonnage.compare.comparison import compare_models, comparison_document
+from tonnage.compare.model import open_model
 from tonnage.errors import TonnageError
+from tonnage.export.comparison import read_record
 from tonnage.export.io import export_package, read_added
 from tonnage.export.keys import load_private_key
 from tonnage.export.manifest import parse_manifest
@@ -80,6 +85,22 @@ def refused(directory: Path, signer: Signer, options: Options = OPTIONS, **more:
     assert file_contents(directory) == before
     assert not (directory / ".prepare").exists() or ".prepare" in {path.split("/")[0] for path in before}
     return str(caught.value)
+
+
+FIGURES = {
+    "positions": 814, "top1_agreement": 0.88, "kl_mean": 0.037, "kl_largest": 0.97, "perplexity_a": 37.1, "perplexity_b": 37.8
+}  # fmt: skip
+END_TO_END = {
+    "text": {"title": "a speech", "sha256": "0" * 64, **FIGURES},
+    "prompts": {"count": 8, "same_answers": 2, **FIGURES},
+    "ignored_a": [], "ignored_b": [], "weights": "BF16", "computed_in": "F32", "device": "cpu", "versions": {"torch": "2"},
+}  # fmt: skip
+
+
+def comparison(place: Path, b: Path) -> dict[str, Any]:
+    """Return what comparing the checkpoint with something gives, and figures end to end that are made up."""
+    with open_model(place / "small") as one, open_model(b) as other:
+        return {**comparison_document(compare_models(one, other)), "end_to_end": END_TO_END}
 
 
 # --- what it makes ----------------------------------------------------------------------------------------------------
@@ -164,8 +185,65 @@ def test_package_of_unchanged_weights_is_neutral(place: Path, tmp_path: Path, si
     output = prepare_small(place / "small", tmp_path / "plain", convert="none", source_digests=False)
     export_package(output, signer, OPTIONS)
     document = json.loads((output / "provenance.json").read_bytes())
-    assert (document["numerics"], document["conversion"]) == ({"class": "neutral", "converted": []}, None)
+    assert (document["numerics"], document["conversion"]) == (
+        {"class": "neutral", "converted": [], "compared": None},
+        None,
+    )
     assert [file["digest"] for file in document["source"]["files"] if file["name"] == "model.safetensors"] == [None]
+
+
+def test_a_comparison_is_cited_and_shown_by_verify(
+    place: Path, prepared: Path, signer: Signer, tonnage: Tonnage
+) -> None:
+    document = comparison(place, prepared)
+    options = replace(OPTIONS, compared=read_record(document, where="record"))
+    export_package(prepared, signer, options)
+    cited = json.loads((prepared / "provenance.json").read_bytes())["numerics"]["compared"]
+    end_to_end = {key: value for key, value in END_TO_END.items() if not key.startswith("ignored")}
+    assert cited == {
+        **{key: document[key] for key in ("tonnage_version", "identical", "tensors", "total")},
+        "end_to_end": end_to_end,
+    }
+
+    words = ("verify", prepared, "--key", place / "key.pub.pem", "--rank", 0)
+    said = next(line for line in tonnage(*words).stdout.splitlines() if line.startswith("numerics: "))
+    assert said.startswith("numerics: converted, 7 tensors, SQNR at least 3")
+    assert said.endswith(" dB in all, top-1 88.00%, KL 0.037 nats over 814 tokens")
+    numerics = json.loads(tonnage(*words, "--json").stdout)["numerics"]
+    assert numerics["compared"] == cited
+    assert numerics["converted_tensors"] == 7
+
+    assert not export_package(prepared, signer, options).changed  # the same once more
+    other = replace(OPTIONS, compared=read_record({**document, "tonnage_version": "0"}, where="record"))
+    assert "already packaged: the comparison it cites cannot change" in refused(prepared, signer, other)
+
+
+FOREIGN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another source": (lambda d: d["a"].update(digest="0" * 64), "A is not the source of this package"),
+    "no source": (lambda d: d["a"].update(of="prepared"), "A is not the source of this package"),
+    "other weights": (lambda d: d["b"].update(digest="0" * 64), "B is not the weights of this package"),
+    "weights unknown": (lambda d: d["b"].update(digest=None), "B is not the weights of this package"),
+    "a tensor that is not converted": (
+        lambda d: d["errors"].append({"name": "model.norm.weight", "identical": False}),
+        "model.norm.weight: differs, and is not on record as converted",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), FOREIGN.values(), ids=FOREIGN)
+def test_a_comparison_of_something_else_is_refused(
+    place: Path, prepared: Path, signer: Signer, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    document = comparison(place, prepared)
+    change(document)
+    assert said in refused(prepared, signer, replace(OPTIONS, compared=read_record(document, where="record")))
+
+
+def test_what_is_no_comparison_is_refused(place: Path, prepared: Path, tonnage: Tonnage, tmp_path: Path) -> None:
+    for content in ('{"schema": "tonnage.compare/2"}', json.dumps({**comparison(place, prepared), "total": {}}), "[]"):
+        (tmp_path / "record").write_text(content)
+        done = tonnage("export", prepared, "--key", place / "key.pem", "--compare", tmp_path / "record")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
 def test_the_same_inputs_give_the_same_bytes(place: Path, tmp_path: Path, signer: Signer) -> None:
@@ -677,7 +755,11 @@ RECORDS: dict[str, tuple[Callable[[Any], object], str]] = {
     "plan of another topology": (lambda d: d["plan"]["topology"].update(tp=4), "plan of another topology; expected tp2"),
     "plan of another engine": (lambda d: d["plan"].update(engine="vllm"), "plan of another engine; expected split"),
     "plan of no conversion": (lambda d: d["plan"]["numerics"].update(converted=[]), "plan of another conversion"),
-    "plan of fewer bytes": (lambda d: d["plan"]["ranks"][0].update(weights_bytes=1), "written for rank 0"),
+    "plan of fewer bytes": (
+        lambda d: d["plan"]["ranks"][0].update(payload_bytes=1),
+        "written for rank 0; expected 1 bytes, as planned",
+    ),
+    "plan of less": (lambda d: d["plan"]["ranks"][0].update(weights_bytes=1), "weights_bytes of rank 0"),
     "plan of fewer ranks": (lambda d: d["plan"]["ranks"].pop(), "weights_bytes of rank 1"),
     "no plan at all": (lambda d: d.update(plan={"schema": "x"}), "not a plan"),
     "layout": (lambda d: d["identity"].update(layout="pp"), "unknown layout"),
@@ -701,6 +783,18 @@ def test_record_that_cannot_be_is_refused(
     prepared: Path, signer: Signer, change: Callable[[Any], object], said: str
 ) -> None:
     edit(prepared / "prepare.json", change)
+    assert said in refused(prepared, signer)
+
+
+def test_scales_that_engines_read_by_value_are_refused(prepared: Path, signer: Signer) -> None:
+    call_scales(prepared / RANK)
+
+    def resize(document: Any) -> None:
+        (file,) = document["ranks"][0]["files"]
+        file["file_bytes"] = (prepared / RANK).stat().st_size
+
+    edit(prepared / "prepare.json", resize)
+    said = f"{RANK}: model.layers.0.mlp.down_proj.weight_scale: scale of MXFP8 that engines convert by value"
     assert said in refused(prepared, signer)
 
 

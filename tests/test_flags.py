@@ -378,7 +378,7 @@ def test_the_cache_of_tabbyapi_is_whole_pages_and_holds_one_request() -> None:
 
 
 def test_all_problems_are_named_at_once() -> None:
-    serve = replace(VLLM, model="-x", concurrency=0, fraction=Fraction(2), layout="tp", free_bytes=2, total_bytes=1)
+    serve = replace(SGLANG, model="-x", concurrency=0, fraction=Fraction(2), layout="tp", free_bytes=2, total_bytes=1)
     assert problems(serve) == [
         "model: would be read as an option; expected ./-x; found -x",
         f"concurrency: out of range; expected 1..{1 << 40}; found 0",

@@ -13,26 +13,33 @@ from tonnage.errors import CheckpointError
 from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
 CONFIGS = Path(__file__).resolve().parent / "data" / "configs"
+ALL = "mxfp8-experts"
 STYLES = [
-    ("Qwen__Qwen3-8B", "compressed-tensors"),
-    ("Qwen__Qwen3-8B", "modelopt"),
-    ("Qwen__Qwen3.5-35B-A3B", "compressed-tensors"),
-    ("Qwen__Qwen3.5-35B-A3B", "modelopt"),
-    ("Qwen__Qwen3-VL-235B-A22B-Instruct", "compressed-tensors"),
-    ("moonshotai__Kimi-K2.5", "compressed-tensors"),
+    ("Qwen__Qwen3-8B", "compressed-tensors", "mxfp8"),
+    ("Qwen__Qwen3-8B", "modelopt", "mxfp8"),
+    ("Qwen__Qwen3-8B", "mxfp8", "mxfp8"),
+    ("Qwen__Qwen3.5-35B-A3B", "compressed-tensors", "mxfp8"),
+    ("Qwen__Qwen3.5-35B-A3B", "modelopt", "mxfp8"),
+    ("Qwen__Qwen3-VL-235B-A22B-Instruct", "compressed-tensors", "mxfp8"),
+    ("moonshotai__Kimi-K2.5", "compressed-tensors", "mxfp8"),
+    ("Qwen__Qwen3-30B-A3B", "mxfp8", "mxfp8"),
+    ("Qwen__Qwen3-30B-A3B", "compressed-tensors", ALL),
+    ("Qwen__Qwen3-30B-A3B", "modelopt", ALL),
+    ("Qwen__Qwen3-30B-A3B", "mxfp8", ALL),
+    ("mistralai__Mixtral-8x7B-v0.1", "compressed-tensors", ALL),
 ]
 
 
-@pytest.mark.parametrize(("name", "style"), STYLES)
-def test_converted_checkpoint_is_inspected_without_a_word(tonnage, tmp_path, name, style):
+@pytest.mark.parametrize(("name", "style", "convert"), STYLES)
+def test_converted_checkpoint_is_inspected_without_a_word(tonnage, tmp_path, name, style, convert):
     source, output = tmp_path / "source", tmp_path / "output"
     write_rehearsal(read_config(CONFIGS / f"{name}.json"), source, RehearsalOptions(scaled_down=True))
-    words = ("prepare", source, "--layout", "hf", "--convert", "mxfp8", "--quant-style", style, "-o", output)
+    words = ("prepare", source, "--layout", "hf", "--convert", convert, "--quant-style", style, "-o", output)
     done = tonnage(*words)
     assert done.returncode == 0, done.stderr
     written = open_checkpoint(output)
     assert [note for note in written.assignment.notes if "config states" in note] == []
-    planned = plan_checkpoint(open_checkpoint(source), PlanRequest(convert="mxfp8")).ranks[0].weights_bytes
+    planned = plan_checkpoint(open_checkpoint(source), PlanRequest(convert=convert)).ranks[0].weights_bytes
     assert written.assignment.payload_bytes == planned
     assert "mxfp8_e4m3" in {entry.fmt.name for entry in written.assignment.entries}
 

@@ -153,6 +153,13 @@ def formats(assignment: Assignment) -> dict[tuple[str, int | None], str]:
     }
 
 
+LISTS: dict[QuantStyle, str] = {
+    "compressed-tensors": "ignore",
+    "modelopt": "ignore",
+    "mxfp8": "ignored_layers",
+}
+
+
 def test_without_conversion_everything_comes_along_as_it_is(tmp_path: Path) -> None:
     checkpoint = rehearsed(LLAMA, tmp_path / "c", scaled_down=True)
     schedule = scheduled(checkpoint, convert=False, layout="hf", side_files=("config.json",))
@@ -180,9 +187,36 @@ def test_the_config_states_what_modelopt_asks_for() -> None:
         "quant_method": "modelopt",
         "quant_algo": "MXFP8",
         "group_size": 32,
-        "kv_cache_quant_algo": None,
-        "exclude_modules": ["lm_head"],
+        "ignore": ["lm_head"],
     }
+
+
+def test_the_config_states_what_sglang_asks_for() -> None:
+    fields = fields_of("Qwen__Qwen3-30B-A3B") | {"num_hidden_layers": 2}
+    layers = [f"model.layers.{layer}.mlp.{name}" for layer in (0, 1) for name in ("experts", "gate")]
+    assert restated(fields, "mxfp8") == {
+        "quant_method": "mxfp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [1, 32],
+        "ignored_layers": ["lm_head", *layers],
+    }
+
+
+def test_scales_are_called_as_sglang_calls_them(tmp_path: Path) -> None:
+    checkpoint = rehearsed(LLAMA, tmp_path / "c", scaled_down=True)
+    schedule = scheduled(checkpoint, layout="hf", quant_style="mxfp8", side_files=("config.json",))
+    (output,) = schedule.jobs[0].outputs
+    scales = {tensor.name: tensor.dtype for tensor in output.tensors if "_scale" in tensor.name}
+    assert set(scales.values()) == {"U8"}
+    assert {name.partition("proj")[2] for name in scales} == {".weight_scale_inv"}
+    index = next(file.content for file in schedule.files if file.path == "model.safetensors.index.json")
+    assert json.loads(index)["weight_map"].keys() == {tensor.name for tensor in output.tensors}
+
+
+@pytest.mark.parametrize(("style", "key"), LISTS.items(), ids=LISTS)
+def test_a_head_that_is_the_embedding_is_no_converted_layer(style: QuantStyle, key: str) -> None:
+    """It is not stored, and yet a linear layer to transformers, which would miss its scales and multiply by nothing."""
+    assert restated({**LLAMA, "tie_word_embeddings": True}, style)[key] == ["lm_head"]
 
 
 def converted(fields: dict[str, Any]) -> Assignment:
@@ -245,6 +279,7 @@ def names(entry: Assigned) -> list[str]:
 UNSAYABLE: dict[str, tuple[str, QuantStyle, str]] = {
     "gpt-oss": ("openai__gpt-oss-20b", "compressed-tensors", "found mxfp4"),
     "modelopt by another": ("nvidia__GLM-5-NVFP4", "compressed-tensors", "found modelopt"),
+    "mxfp8 beside another": ("nvidia__GLM-5-NVFP4", "mxfp8", "found modelopt"),
     "compressed-tensors by another": ("moonshotai__Kimi-K3", "modelopt", "found compressed-tensors"),
 }
 

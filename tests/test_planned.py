@@ -52,6 +52,14 @@ def test_a_plan_that_adds_up_is_taken() -> None:
     assert [(rank.role_bytes, rank.line_bytes) for rank in plan.ranks] == [(5, 7), (0, 0)]
 
 
+def test_a_plan_that_says_what_is_written_is_held_to_it_whatever_its_lines_are() -> None:
+    """An engine may hold less than the files have: what it converts is in them as stored."""
+    said = document()
+    said["ranks"][0] |= {"lines": [], "weights_bytes": 3, "payload_bytes": 6}
+    plan = read_plan(said, where="plan.json")
+    check_plan(plan, PREPARED, plan, where="plan.json")
+
+
 LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "sum": (
         lambda plan: plan["ranks"][0].update(weights_bytes=8),
@@ -61,6 +69,14 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "rank twice": (lambda plan: plan["ranks"].append(plan["ranks"][1]), "ranks; expected each of 2, once; found 3"),
     "rank missing": (lambda plan: plan["ranks"].pop(), "ranks; expected each of 2, once; found 1"),
     "no ranks": (lambda plan: plan["ranks"].clear(), "ranks; expected each of 2, once; found 0"),
+    "payload": (
+        lambda plan: plan["ranks"][0].update(payload_bytes=7),
+        "for rank 0; expected 7 bytes, as planned; found 6",
+    ),
+    "payload without its own": (
+        lambda plan: plan["ranks"][0].update(lines=[], weights_bytes=4),
+        "written for rank 0; expected 0..4 bytes, as planned; found 6",
+    ),
     "another rank": (lambda plan: plan["ranks"][1].update(rank=2), "ranks; expected each of 2, once; found 2"),
     "negative": (lambda plan: plan["ranks"][0]["lines"][0].update(nbytes=-1), "not a plan"),
     "huge": (lambda plan: plan["ranks"][1].update(weights_bytes=2**53), "not a plan"),

@@ -246,9 +246,29 @@ def test_an_engine_that_makes_something_else_of_tensors_is_refused_with_one_that
     hint = "tonnage: --engine vllm: makes something else of these tensors while it loads; no file can hold that; "
     assert [line for line in lines if "--engine split" in line] == lines[-1:]
     assert lines[-1] == f"{hint}expected --engine split, which writes slices as stored"
-    assert any("o_norm.weight: the engine does not hold the slice: held in the model dtype" in line for line in lines)
+    assert any("A_log: the engine does not hold the slice: only the real heads of the rank" in line for line in lines)
     prepared(tonnage, *words, "--engine", "split")
     assert "--engine split" not in refused(tonnage, *words, "--engine", "split", "--ranks", "7")
+
+
+def test_a_standard_checkpoint_has_the_shapes_of_its_source_whatever_the_engine(
+    tonnage: Tonnage, source: Path, tmp_path: Path
+) -> None:
+    """301 rows: vLLM holds 320, and refuses files that have them."""
+    said = "tonnage: --engine vllm changes nothing: layout hf has the shapes of the checkpoint\n"
+    done = tonnage("prepare", source, "--layout", "hf", "--engine", "vllm", "-o", tmp_path / "out", "--json")
+    assert (done.returncode, said in done.stderr) == (0, True)
+    assert json.loads(done.stdout)["identity"]["engine"] == "split"
+
+    def shapes(directory: Path) -> dict[str, list[int]]:
+        found = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            with safetensors.safe_open(path, "np") as file:
+                found |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no dict
+        return found
+
+    assert shapes(tmp_path / "out") == shapes(source)
+    assert shapes(source)["model.embed_tokens.weight"][0] == 301
 
 
 def test_what_a_conversion_leaves_as_it_is_is_said(tonnage: Tonnage, configs: Path, tmp_path: Path) -> None:
@@ -259,13 +279,26 @@ def test_what_a_conversion_leaves_as_it_is_is_said(tonnage: Tonnage, configs: Pa
         experts = sum(2 * prod(file.get_slice(name).get_shape()) for name in file.keys() if ".experts." in name)  # noqa: SIM118 - no dict
     said = (
         f"--convert mxfp8 leaves projections as they are stored: expert {experts:,} bytes; "
-        "routed experts are not converted"
+        "--convert mxfp8-experts converts routed experts as well"
     )
     assert said in tonnage("plan", *words, "--convert", "mxfp8").stdout.splitlines()
     out = ("-o", tmp_path / "out")
     assert said in tonnage("prepare", *words, *out, "--convert", "mxfp8", "--dry-run").stdout.splitlines()
     assert said in tonnage("prepare", *words, *out, "--convert", "mxfp8").stdout.splitlines()
     assert "leaves projections" not in tonnage("plan", *words).stdout
+
+    summary = prepared(tonnage, *words, "-o", tmp_path / "experts", "--convert", "mxfp8-experts")
+    assert summary["identity"]["convert"] == "mxfp8-experts"
+    planned = json.loads(tonnage("plan", *words, "--convert", "mxfp8-experts", "--json").stdout)
+    assert not any("leaves projections" in note for note in planned["notes"])
+    assert [rank["weights_bytes"] for rank in planned["ranks"]] == [rank["payload_bytes"] for rank in summary["ranks"]]
+    converted = {tensor["tensor"] for tensor in summary["converted"]}
+    with safetensors.safe_open(tmp_path / "moe" / "model.safetensors", "np") as file:
+        names = set(file.keys())
+    assert {name for name in names if ".experts." in name} < converted
+    assert not converted & {
+        name for name in names if name.endswith((".mlp.gate.weight", "lm_head.weight", "norm.weight"))
+    }
 
 
 def test_projections_that_are_all_converted_are_not_mentioned(tonnage: Tonnage, source: Path) -> None:

@@ -16,7 +16,7 @@ from tonnage.checkpoint.headers import Header, TensorEntry
 from tonnage.checkpoint.skeletons import ShardHeader
 from tonnage.engines import engine
 from tonnage.engines.model import EngineModel
-from tonnage.errors import CheckpointError, PlacementError
+from tonnage.errors import CheckpointError, PlacementError, UnknownFormatError
 from tonnage.formats.dtypes import payload_bytes
 from tonnage.matching import assign_headers
 from tonnage.placement import place
@@ -307,7 +307,60 @@ def test_columns_an_engine_pads_are_zeros_after_every_row() -> None:
     ]
 
 
+def packed(style: str, **weights: Any) -> dict[str, Any]:
+    groups = {"g": {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}}
+    return {"quant_method": "compressed-tensors", "format": style, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+def test_scales_an_engine_converts_while_it_copies_them_are_written_as_stored() -> None:
+    stated = packed("float-quantized", num_bits=8, type="float", strategy="channel")
+    schedule = scheduled({**SMALL, "quantization_config": stated}, name="vllm")
+    found = [(tensor.dtype, tensor.shape) for tensor in written(schedule, "0.mlp.up_proj.weight_scale")]
+    assert found == [("BF16", (256, 1))] * 2
+
+
+def test_a_shape_every_part_of_a_fused_module_overwrites_is_written_of_all_parts() -> None:
+    stated = packed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=64)
+    schedule = scheduled({**SMALL, "vocab_size": 320, "quantization_config": stated}, name="vllm")
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        found = [
+            (tensor.dtype, tensor.shape, tensor.note)
+            for tensor in written(schedule, f"0.self_attn.{name}.weight_shape")
+        ]
+        assert found == [("I32", (2,), "")] * 2
+
+
+def test_rows_an_engine_pads_and_converts_are_zeros_of_the_stored_dtype() -> None:
+    schedule = scheduled({**SMALL, "dtype": "float32"}, name="vllm")
+    takes = steps(schedule, "model.embed_tokens.weight").takes
+    assert [(take.ranges, take.zero_bytes) for take in takes] == [(((0, 160),), 0), (((160, 301),), 19 * 256 * 4)]
+    assert {(tensor.dtype, tensor.shape) for tensor in written(schedule, "embed_tokens.weight")} == {
+        ("F32", (160, 256))
+    }
+
+
 # Refusals
+
+
+def test_scales_that_engines_read_by_value_are_refused() -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    shape = stored(SMALL)[name][1]
+    for dtype in ("U8", "F8_E8M0"):
+        tensors = stored(SMALL) | {name: ("F8_E4M3", shape), f"{name}_scale": (dtype, (shape[0], shape[1] // 32))}
+        shards = [shard_of(tensors)]
+        placement = place(assigned(SMALL, shards), Topology(), engine("split"))
+        if dtype == "U8":
+            assert make_schedule(placement, shards, layout="hf").jobs
+            continue
+        said = "up_proj.weight_scale: scale of MXFP8 that engines convert .* expected U8, .* found F8_E8M0"
+        with pytest.raises(UnknownFormatError, match=said):
+            make_schedule(placement, shards)
+
+
+def test_a_standard_checkpoint_is_of_no_engine() -> None:
+    said = "--layout hf: has the shapes of the checkpoint, as every engine loads it; expected engine split; found vllm"
+    with pytest.raises(PlacementError, match=said):
+        scheduled(name="vllm", of=Topology(), layout="hf")
 
 
 def refused(name: str, fields: dict[str, Any], tp: int) -> Iterator[str]:

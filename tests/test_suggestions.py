@@ -39,7 +39,7 @@ def followed(asked: PlanRequest, words: str) -> PlanRequest:
             case "--kv-dtype":
                 asked = replace(asked, profile=replace(asked.profile, kv_dtype=value))
             case "--convert":
-                asked = replace(asked, convert="mxfp8")
+                asked = replace(asked, convert=value)
             case "--tp":
                 asked = replace(asked, tp=int(value))
             case "--ep":

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from typer.testing import CliRunner
 
-from packages import make_package, put_certificates, sign_anew, sign_statement
+from packages import call_scales, make_package, put_certificates, sign_anew, sign_statement
 from samples import LLAMA, certify, write_key
 from tonnage.cli import app, main
 from tonnage.errors import CheckpointError, Problem, UnitError
@@ -215,6 +215,24 @@ def test_a_flipped_byte_shows_both_digests(original: Path, check) -> None:
 
 
 # --- the tree ---------------------------------------------------------------------------------------------------------
+
+
+def test_scales_that_engines_read_by_value_are_refused_whoever_signed_them(
+    by_sha256: Path, tmp_path, keys, check
+) -> None:
+    foreign = shutil.copytree(by_sha256, tmp_path / "foreign")
+    for rank in (0, 1):
+        call_scales(foreign / WEIGHTS.format(rank))
+
+    def resized(manifest: Manifest) -> Manifest:
+        files = tuple(replace(file, nbytes=(foreign / file.path).stat().st_size) for file in manifest.files)
+        return replace(manifest, files=files)
+
+    sign_anew(foreign, keys[0], resized)
+    found = check(foreign)
+    named = {problem.where for problem in found.problems if problem.tensor and problem.tensor.endswith(".weight_scale")}
+    assert named == {WEIGHTS.format(rank) for rank in (0, 1)}
+    assert {(problem.expected, problem.found) for problem in found.problems} == {("U8, of the same bytes", "F8_E8M0")}
 
 
 def test_a_shorter_and_a_longer_file_are_refused(package: Path, check) -> None:
@@ -713,7 +731,7 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 DOCUMENT_LIES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "tp of the plan": ("plan.json", lambda plan: plan["topology"].update(tp=4), "plan of another topology"),
-    "plan of less": ("plan.json", lambda plan: plan["ranks"][1].update(weights_bytes=7), "written for rank 1"),
+    "plan of less": ("plan.json", lambda plan: plan["ranks"][1].update(weights_bytes=7), "weights_bytes of rank 1"),
     "plan without a rank": ("plan.json", lambda plan: plan["ranks"].pop(), "weights_bytes of rank 1"),
     "plan of another checkpoint": ("plan.json", lambda plan: plan["checkpoint"].update(digest="0"), "plan of another checkpoint"),
     "plan of another engine": ("plan.json", lambda plan: plan.update(engine="vllm"), "plan of another engine"),

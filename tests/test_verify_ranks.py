@@ -124,4 +124,4 @@ def test_scales_of_mxfp8_that_engines_read_by_value_are_named() -> None:
         name="a", tonnage_version="1", hash="sha256", layout="hf", topology=Parallel(tp=1), ranks=(0,), files=(file,)
     )
     (problem,) = header_problems(file, found, manifest, Topology())
-    assert (problem.tensor, problem.expected, problem.found) == ("q.weight_scale", "U8", "F8_E8M0")
+    assert (problem.tensor, problem.expected, problem.found) == ("q.weight_scale", "U8, of the same bytes", "F8_E8M0")

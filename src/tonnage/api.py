@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tonnage.assignment import CONVERTIBLE, Assignment, assign_blueprint, convert_to_mxfp8
+from tonnage.assignment import CONVERTIBLE, Assignment, assign_blueprint, convert_to_mxfp8, is_convertible
 from tonnage.calibrations.credit_records import Chosen, CreditRecord, Subject, choose_record, use_record
 from tonnage.checkpoint.config import ModelConfig, parse_config
 from tonnage.checkpoint.io import JSON_LIMIT_BYTES, CheckpointHeaders, begin_digest, read_checkpoint_headers
@@ -44,7 +44,7 @@ from tonnage.profile import Profile
 from tonnage.recipes.blueprint import blueprint_of
 from tonnage.sources.addresses import is_remote, open_source, split_file
 from tonnage.sources.model import INDEX_FILE, SUFFIX, Source, read_file
-from tonnage.topology import Engine, Topology
+from tonnage.topology import Device, Engine, Topology
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from tonnage.sources.limits import Limits
     from tonnage.sources.transfer import Transfer
 
-Convert = Literal["none", "mxfp8"]
+Convert = Literal["none", "mxfp8", "mxfp8-experts"]
+"""Of plain projections: none, those of attention and MLPs, or routed experts as well."""
 Estimator = Literal["exact", "credit"]
 _CONFIG = "config.json"
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx"})
@@ -118,6 +119,7 @@ class PlanRequest:
         kv_bytes: What the cache is given per rank; by default what the profile needs.
         context_held: Whether the supply is that of a bare GPU, on which a process first makes its context.
         eager: No CUDA graphs.
+        device: What the engine runs on; of what it holds on a CPU, weights and cache are planned.
     """
 
     tp: int = 1
@@ -143,6 +145,7 @@ class PlanRequest:
     kv_bytes: int | None = None
     context_held: bool = True
     eager: bool = False
+    device: Device = "gpu"
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself or would be ignored.
@@ -289,7 +292,9 @@ def place_checkpoint(checkpoint: Checkpoint, request: PlanRequest, *, name_sizes
 
 def assignment_of(checkpoint: Checkpoint, request: PlanRequest) -> Assignment:
     """Return every tensor as it will be stored: converted if wanted."""
-    return convert_to_mxfp8(checkpoint.assignment) if request.convert == "mxfp8" else checkpoint.assignment
+    if request.convert == "none":
+        return checkpoint.assignment
+    return convert_to_mxfp8(checkpoint.assignment, experts=request.convert == "mxfp8-experts")
 
 
 def plan_placement(
@@ -321,6 +326,8 @@ def plan_placement(
         weights=weights,
     )
     notes = (*plan.notes, *_without_effect(placement.assignment, request), *_beyond_context(placement, request))
+    if request.device == "cpu":
+        notes = (*notes, CPU_NOTE)
     return replace(plan, notes=notes)
 
 
@@ -379,6 +386,7 @@ def _service(checkpoint: Checkpoint, placement: Placement, request: PlanRequest)
         context_held=request.context_held,
         budgeted=request.supply is not None and request.supply.whole_bytes is not None,
         eager=request.eager,
+        device=request.device,
     )
 
 
@@ -394,12 +402,14 @@ def _total_bytes(request: PlanRequest) -> int | None:
 
 def _without_effect(assignment: Assignment, request: PlanRequest) -> Iterator[str]:
     """Yield what was asked for and changed nothing."""
-    if request.convert == "mxfp8" and not any(entry.converted_from for entry in assignment.entries):
-        yield f"{CONVERT_NOTE} changes nothing: no convertible weight is stored plain"
-    if request.convert == "mxfp8" and (left := _left_plain(assignment)):
+    asked = f"--convert {request.convert}"
+    if request.convert != "none" and not any(entry.converted_from for entry in assignment.entries):
+        yield f"{asked} changes nothing: no convertible weight is stored plain"
+    if request.convert != "none" and (left := _left_plain(assignment)):
         roles = ", ".join(f"{role} {nbytes:,} bytes" for role, nbytes in left.items())
-        why = "; routed experts are not converted" if "expert" in left else ""
-        yield f"{CONVERT_NOTE} leaves projections as they are stored: {roles}{why}"
+        more = any(is_convertible(entry, experts=True) for entry in assignment.entries)
+        why = "; --convert mxfp8-experts converts routed experts as well" if more else ""
+        yield f"{asked} leaves projections as they are stored: {roles}{why}"
     if request.ep > 1 and not any(entry.module.rule.is_routed for entry in assignment.entries):
         yield "--ep changes nothing: the model has no routed experts"
     if not request.serves and request.estimator == "exact":
@@ -425,6 +435,12 @@ def _served_only(request: PlanRequest) -> Iterator[str]:
         missing = "--profile and --context" if request.engine == "split" else "--profile, --context or --kv-dtype"
         yield f"{', '.join(unused)} change nothing: nothing is said of what is served ({missing})"
 
+
+CPU_NOTE = (
+    "on a CPU only weights and cache are planned: not the processes themselves, activations, compiled code, or what "
+    "kernels repack; --reserve holds memory for them"
+)
+"""What a plan for a CPU leaves out."""
 
 CONVERT_NOTE = "--convert mxfp8"
 """What a note on the conversion begins with."""

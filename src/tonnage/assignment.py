@@ -119,21 +119,26 @@ def assign_blueprint(blueprint: Blueprint) -> Assignment:
     return Assignment(blueprint=blueprint, entries=entries, notes=blueprint.notes)
 
 
-def convert_to_mxfp8(assignment: Assignment) -> Assignment:
+def convert_to_mxfp8(assignment: Assignment, *, experts: bool = False) -> Assignment:
     """Return the assignment with every convertible plain weight in MXFP8.
 
     A weight is converted where its recipe line allows it, it is stored plain in BF16, F16 or F32, and its inputs are
     whole blocks of 32. Everything else keeps its bytes.
+
+    Args:
+        assignment: As stored.
+        experts: Convert routed experts too, where each is stored by itself.
     """
     fmt = mxfp8()
-    return replace(assignment, entries=tuple(_converted(entry, fmt) for entry in assignment.entries))
+    entries = (_converted(e, fmt) if is_convertible(e, experts=experts) else e for e in assignment.entries)
+    return replace(assignment, entries=tuple(entries))
 
 
-def is_convertible(entry: Assigned) -> bool:
+def is_convertible(entry: Assigned, *, experts: bool = False) -> bool:
     """Whether :func:`convert_to_mxfp8` converts it."""
     module = entry.module
     return (
-        module.rule.convert
+        (module.rule.convert or (experts and module.rule.role == "expert" and module.rule.is_linear))
         and entry.fmt.is_plain
         and not module.stack
         and entry.stored[0].dtype in CONVERTIBLE
@@ -147,7 +152,5 @@ def fmt_grain() -> int:
 
 
 def _converted(entry: Assigned, fmt: StorageFormat) -> Assigned:
-    if not is_convertible(entry):
-        return entry
     made = stored_tensors(entry.module, fmt, entry.stored[0].dtype)[: len(fmt.parts)]
     return replace(entry, fmt=fmt, stored=(*made, *entry.stored[1:]), converted_from=entry.instance_bytes)

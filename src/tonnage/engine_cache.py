@@ -58,6 +58,7 @@ class CacheRequest:
         draft: What drafts tokens, if anything does.
         version: Of the engine; empty if it is not known.
         pp_rank: The pipeline stage.
+        block_tokens: Tokens of a block of vLLM, where they are not those of a GPU.
     """
 
     placement: Placement
@@ -66,6 +67,7 @@ class CacheRequest:
     draft: Draft | None = None
     version: str = ""
     pp_rank: int = 0
+    block_tokens: int | None = None
 
     @property
     def kv_dtype(self) -> str:
@@ -169,6 +171,7 @@ def _vllm(request: CacheRequest) -> Cache:
         tp_size=topology.tp,
         dcp_size=topology.dcp,
         kv_dtype=engine_kv_dtype(request.kv_dtype, request.caches, stated=stated),
+        block_tokens=request.block_tokens,
         max_batched_tokens=request.limits.batched_tokens,
         concurrent_batches=topology.pp + 1,
         counts=token_count(request.version),

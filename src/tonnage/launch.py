@@ -45,19 +45,23 @@ def launch(
     Raises:
         FlagsError: The engine has no command for it.
     """
-    method = request.draft_method or (method_of(request.draft.assignment) if request.draft else None)
-    tokens = request.draft_tokens or 1
     serve = serve_plan(
         plan,
         request.profile,
         model=model,
         release=request.version,
         gpu_bytes=supply_bytes(request.gpu).nbytes if request.gpu and request.context_held else None,
-        draft=DraftPlan(method=method, tokens=tokens, model=draft_model) if method is not None else None,
+        draft=draft_plan(request, draft_model),
         quantization=quantization,
         eager=request.eager,
     )
     return serve, serve_command(serve)
+
+
+def draft_plan(request: PlanRequest, model: str | None) -> DraftPlan | None:
+    """Return how a command drafts tokens, with the draft as the engine opens it; ``None`` where nothing does."""
+    method = request.draft_method or (method_of(request.draft.assignment) if request.draft else None)
+    return None if method is None else DraftPlan(method=method, tokens=request.draft_tokens or 1, model=model)
 
 
 def served_name(source: str) -> str:

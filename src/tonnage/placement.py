@@ -85,6 +85,14 @@ class Placement:
         """Return the bytes of all placed modules on one rank: without what the engine adds, and without slots."""
         return sum(self.multiplicity(p, pp_rank) * p.shares[tp_rank].held_bytes for p in self.placed)
 
+    def file_bytes(self, pp_rank: int, tp_rank: int) -> int:
+        """Return the bytes of all placed modules in one rank's files, where what an engine converts is as stored."""
+        return sum(self.multiplicity(p, pp_rank) * p.shares[tp_rank].file_bytes for p in self.placed)
+
+    def payload_bytes(self, pp_rank: int, tp_rank: int) -> int:
+        """Return the bytes of all tensors in one rank's files."""
+        return self.file_bytes(pp_rank, tp_rank) + self.slot_bytes(pp_rank, tp_rank)
+
     def rank_bytes(self, pp_rank: int, tp_rank: int) -> int:
         """Return all bytes one rank holds."""
         held = self.module_bytes(pp_rank, tp_rank)

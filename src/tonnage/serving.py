@@ -16,7 +16,7 @@ from tonnage.draft import Draft, PlacedDraft, place_draft
 from tonnage.draft_terms import draft_terms
 from tonnage.engine_cache import Cache, CacheRequest, engine_cache
 from tonnage.errors import Problem, UnitError
-from tonnage.logged.lines import logged_lines
+from tonnage.logged.lines import cpu_lines, logged_lines
 from tonnage.memory.cache_vllm import VllmCache
 from tonnage.memory.runtime import graph_estimate_term, load_terms, runtime_terms, serving_of
 from tonnage.memory.supply import Basis, Gpu
@@ -28,11 +28,13 @@ from tonnage.placement import Placement
 from tonnage.profile import Profile
 
 if TYPE_CHECKING:
-    from tonnage.topology import Engine
+    from tonnage.topology import Device, Engine
 
 CONTEXT = "runtime.context"
 GPT_OSS_CAPTURE = 1024
 GRAPHS = "runtime.graphs"
+CPU_BLOCK_TOKENS = 128
+"""vLLM 0.32.0 ``platforms/cpu.py``; latents may have blocks of 16 there, whose cache is then more than needed."""
 GRAPHS_COUNTED: Release = (0, 21)
 """The first release of vLLM that takes its graphs off the cache when it sizes it."""
 
@@ -52,6 +54,7 @@ class Service:
         budgeted: The engine is started with a share of the GPU (``--utilization``) and sizes its cache itself: vLLM
             then takes its own estimate of the graphs off, not what they will take.
         eager: No CUDA graphs.
+        device: On a CPU there are weights, what the engine keeps beside them, and the cache: nothing else is planned.
     """
 
     profile: Profile
@@ -62,6 +65,7 @@ class Service:
     context_held: bool = True
     budgeted: bool = False
     eager: bool = False
+    device: Device = "gpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,12 +151,13 @@ def _held(placement: Placement, tp_rank: int) -> Hashable:
 
 
 def _rank_shape(placement: Placement, service: Service, pp_rank: int, tp_rank: int) -> RankShape:
-    return RankShape(
-        model=model_shape(placement, pp_rank=pp_rank, tp_rank=tp_rank),
-        logged=logged_lines(
+    if service.device == "cpu":
+        logged = cpu_lines(placement, pp_rank=pp_rank, tp_rank=tp_rank, engine_version=service.version)
+    else:
+        logged = logged_lines(
             placement, pp_rank=pp_rank, tp_rank=tp_rank, gpu_arch=_gpu_arch(service), engine_version=service.version
-        ),
-    )
+        )
+    return RankShape(model=model_shape(placement, pp_rank=pp_rank, tp_rank=tp_rank), logged=logged)
 
 
 def serve(
@@ -190,6 +195,7 @@ def serve(
                 draft=service.draft,
                 version=service.version or "",
                 pp_rank=pp_rank,
+                block_tokens=CPU_BLOCK_TOKENS if service.device == "cpu" else None,
             )
         )
         cache_bytes = cache.needed_bytes(limits.max_seqs, limits.context_tokens) if cache else 0
@@ -204,7 +210,7 @@ def serve(
                 outside = _outside(service, deployment)
                 alike[key] = RankService(
                     terms=(*shape.logged, *drafted, *(term for term in terms if term.component not in outside)),
-                    load=load_terms(shape.model, deployment),
+                    load=() if service.device == "cpu" else load_terms(shape.model, deployment),
                     cache=cache,
                     concurrency=limits.max_seqs,
                     context_tokens=limits.context_tokens,
@@ -234,6 +240,8 @@ def _runtime(
     rank: RankShape, service: Service, limits: Serving, deployment: Deployment, records: Sequence[TermRecord]
 ) -> tuple[Term, ...]:
     """Return the terms of a rank beside weights and cache; a vLLM that sizes its cache takes off its own estimate."""
+    if service.device == "cpu":
+        return ()
     terms = runtime_terms(rank.model, limits, deployment, records)
     if not service.budgeted or deployment.engine != "vllm" or service.eager or GRAPHS in _outside(service, deployment):
         return terms

@@ -32,9 +32,11 @@ class Piece:
         shape: Shape the rank holds.
         slice_bytes: Bytes taken from the stored tensor.
         held_bytes: Bytes held; more than the slice is padding, less is what the engine drops.
-        zero_bytes: Of those held, zeros behind the slice on the axis that is cut. What neither they nor the slice
+        zero_bytes: Zeros behind the slice on the axis that is cut, in the stored dtype. What neither they nor the slice
             account for, the engine makes itself.
         why: Reason for the difference.
+        copied: The engine makes what it holds by copying the stored slice and those zeros, as with any checkpoint: into
+            another dtype, or one fused part over the other.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +44,12 @@ class Piece:
     held_bytes: int
     zero_bytes: int = 0
     why: str = ""
+    copied: bool = False
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the slice as stored, and of the zeros behind it: what can be written."""
+        return self.slice_bytes + self.zero_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +77,11 @@ class Share:
     def held_bytes(self) -> int:
         """Bytes held for one value of the first index."""
         return self.copies * sum(piece.held_bytes for piece in self.pieces)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes written for one value of the first index."""
+        return self.copies * sum(piece.file_bytes for piece in self.pieces)
 
 
 NOTHING = Share(axis="none", ranges=(), copies=0, pieces=())
@@ -261,22 +274,35 @@ class Shares:
         slice_bytes = payload_bytes(stored.dtype, sliced)
         if exception is not None and exception.held is not None:
             kept, why = (exception.held.evaluate_int(self._names),), exception.why
+        decoded = False
         if exception is not None and exception.dtype and self._holds_dtype(exception):
             dtype, why = exception.dtype, exception.why
-            if not self._entry.fmt.is_plain and stored.suffix in {part.suffix for part in self._entry.fmt.parts}:
+            decoded = not self._entry.fmt.is_plain and stored.suffix in {part.suffix for part in self._entry.fmt.parts}
+            if decoded:
                 kept = (local.out, local.in_) if stored is self._entry.stored[0] else (0,)
         if exception is not None and exception.copies is not None:
             copies = exception.copies.evaluate_int(self._names)
             kept, why = ((copies, *kept), exception.why) if copies != 1 else (kept, why)
-        held_bytes = -(-prod(kept) * DTYPE_BITS[dtype] // 8)
+        held_bytes = _nbytes(dtype, kept)
         if exception is not None and exception.slice_size is not None and held_bytes != slice_bytes:
             why = exception.why
-        padded = (kept, dtype) == (_local_shape(stored, axis, held), stored.dtype)
-        zero_bytes = held_bytes - slice_bytes if padded else 0
-        return Piece(shape=kept, slice_bytes=slice_bytes, held_bytes=held_bytes, zero_bytes=zero_bytes, why=why)
+        padded = kept == _local_shape(stored, axis, held)
+        zero_bytes = _nbytes(stored.dtype, kept) - slice_bytes if padded else 0
+        return Piece(
+            shape=kept,
+            slice_bytes=slice_bytes,
+            held_bytes=held_bytes,
+            zero_bytes=zero_bytes,
+            why=why,
+            copied=(padded and not decoded) or self._engine.copies(self._entry, stored),
+        )
 
     def _holds_dtype(self, exception: EngineRule) -> bool:
         return exception.dtype_if is None or exception.dtype_if.evaluate_bool(self._names)
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return -(-prod(shape) * DTYPE_BITS[dtype] // 8)
 
 
 def _size(runs: tuple[Run, ...]) -> int:

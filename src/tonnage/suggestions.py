@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tonnage.api import Checkpoint, PlanRequest, place_checkpoint, plan_placement
-from tonnage.assignment import is_convertible
+from tonnage.api import Checkpoint, Convert, PlanRequest, place_checkpoint, plan_placement
+from tonnage.assignment import Assigned, is_convertible
 from tonnage.errors import PlacementError, UnknownFormatError
 from tonnage.fit import Planner
 from tonnage.placement import TP_SIZES_TRIED
@@ -83,7 +83,7 @@ def _shared(checkpoint: Checkpoint, request: PlanRequest) -> Iterator[tuple[str,
     """Yield requests that share otherwise or convert, the smallest change first."""
     entries = checkpoint.assignment.entries
     routed = any(entry.module.rule.is_routed for entry in entries)
-    converts = request.convert == "none" and any(map(is_convertible, entries))
+    converts = tuple(_conversions(request, entries))
     changes = [("", request)]
     if routed and request.ep == 1 and request.tp > 1:
         changes.append((f"--ep {request.tp}", replace(request, ep=request.tp)))
@@ -96,8 +96,17 @@ def _shared(checkpoint: Checkpoint, request: PlanRequest) -> Iterator[tuple[str,
     for words, changed in changes:
         if words:
             yield words, changed
-        if converts:
-            yield (f"{words} with " if words else "") + "--convert mxfp8", replace(changed, convert="mxfp8")
+        for convert in converts:
+            yield (f"{words} with " if words else "") + f"--convert {convert}", replace(changed, convert=convert)
+
+
+def _conversions(request: PlanRequest, entries: Sequence[Assigned]) -> Iterator[Convert]:
+    """Yield the conversions that turn more weights into MXFP8 than is asked for."""
+    if request.convert == "none" and any(map(is_convertible, entries)):
+        yield "mxfp8"
+    experts = any(is_convertible(entry, experts=True) and not is_convertible(entry) for entry in entries)
+    if experts and request.convert != "mxfp8-experts":
+        yield "mxfp8-experts"
 
 
 def _fits(checkpoint: Checkpoint, request: PlanRequest) -> bool:

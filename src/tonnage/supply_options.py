@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from tonnage.errors import Problem, UnitError
 from tonnage.memory.devices import free_supply, select_devices
 from tonnage.memory.driver import read_devices
 from tonnage.memory.supply import Gpu, Supply, find_gpu, gpu_of_driver, parse_supply, supply_bytes
 from tonnage.units import parse_number
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tonnage.memory.devices import DeviceMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +52,28 @@ def ask_supply(
     if supply is not None:
         asked = AskedSupply(supply=parse_supply(supply), gpu=known, context_held=False)
     elif free is not None:
-        asked = _free(free, ranks)
+        asked = free_memory(free_gpus(free), ranks)
     elif known is not None:
         asked = AskedSupply(supply=supply_bytes(known), gpu=known)
     return asked if utilization is None else _shared(asked, parse_number(utilization, where="--utilization"))
 
 
-def _free(text: str, ranks: int) -> AskedSupply:
+def free_gpus(text: str, *, where: str = "--free") -> tuple[DeviceMemory, ...]:
+    """Return the GPUs of this machine that ``all``, or a list such as ``0,2``, names.
+
+    Raises:
+        DriverError: No driver answers, or a name fits none of them.
+    """
     devices = read_devices()
-    if text != "all":
-        devices = select_devices(devices, text, where="--free")
+    return devices if text == "all" else select_devices(devices, text, where=where)
+
+
+def free_memory(devices: Sequence[DeviceMemory], ranks: int) -> AskedSupply:
+    """Return what is free on the fullest of the first so many GPUs, and which GPU of the table they are.
+
+    Raises:
+        DriverError: There are fewer, or nothing is free.
+    """
     known = {gpu_of_driver(device.name, device.total_bytes) for device in devices}
     return AskedSupply(supply=free_supply(devices, ranks), gpu=known.pop() if len(known) == 1 else None)
 

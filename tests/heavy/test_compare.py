@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from small_models import DEEPSEEK_V3, GEMMA3, QWEN2, QWEN3_MOE, write_model
 from smollm2 import Weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from samples import write_key
 from tonnage.compare.end_to_end import loaded, logits_of
 from tonnage.compare.model import open_model
 from tonnage.compare.texts import shipped_text
@@ -58,9 +60,9 @@ def mxfp8(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_mxfp8_over_three_ranks_answers_nearly_as_bf16(
-    checkpoint: Path, mxfp8: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, mxfp8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = end_to_end(checkpoint, mxfp8)
+    found = end_to_end(checkpoint, mxfp8, "--save", tmp_path / "record")
 
     text, prompts = found["end_to_end"]["text"], found["end_to_end"]["prompts"]
     with capsys.disabled():
@@ -79,6 +81,19 @@ def test_mxfp8_over_three_ranks_answers_nearly_as_bf16(
     assert prompts["count"] == PROMPTS
     assert 0.8 < prompts["top1_agreement"] <= 1
     assert 0.001 < prompts["kl_mean"] < 0.06
+    assert_cited(mxfp8, tmp_path, text)
+
+
+def assert_cited(prepared: Path, folder: Path, text: dict[str, Any]) -> None:
+    """Sign what was compared, with the record: whoever verifies is told the figures."""
+    package = shutil.copytree(prepared, folder / "package")
+    private, public = write_key(folder)
+    assert run("export", package, "--key", private, "--compare", folder / "record").returncode == 0
+    verified = run("verify", package, "--key", public)
+    assert (
+        f"top-1 {text['top1_agreement']:.2%}, KL {text['kl_mean']:.3g} nats over {text['positions']:,} tokens"
+        in verified.stdout
+    )
 
 
 def test_perplexity_is_what_transformers_gives_from_the_checkpoint_itself(checkpoint: Path) -> None:

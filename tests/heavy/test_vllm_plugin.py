@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import small_models
-import torch
-from safetensors.torch import load_file, save_file
+from gemma270m import write_gemma
 from smollm2 import Weights
 
 import tonnage
-from packages import run
+from packages import call_scales, run
 from samples import write_key
 
 pytestmark = pytest.mark.heavy
@@ -47,16 +46,20 @@ class Shelf:
         folder = self.folder / name
         return folder if folder.exists() else small_models.write_model(config, folder, storage)
 
-    def prepared(self, source: Path, *words: object, engine: str = "vllm") -> Path:
+    def gemma(self) -> Path:
+        folder = self.folder / "gemma270m"
+        return folder if folder.exists() else write_gemma(folder)
+
+    def prepared(self, source: Path, *words: object) -> Path:
         name = "-".join([source.name, *(str(word).strip("-") for word in words)])
         folder = self.folder / name
         if not folder.exists():
-            run("prepare", source, "-o", folder, "--workers", 1, "--engine", engine, *words)
+            run("prepare", source, "-o", folder, "--workers", 1, "--engine", "vllm", *words)
         return folder
 
     def standard(self, source: Path, *words: object) -> Path:
-        """Return a standard checkpoint, of no engine: those of one may be padded."""
-        return self.prepared(source, "--layout", "hf", *words, engine="split")
+        """Return a standard checkpoint: of no engine, whatever the option says."""
+        return self.prepared(source, "--layout", "hf", *words)
 
     def package(self, source: Path, *words: object) -> Path:
         folder = self.prepared(source, *words)
@@ -105,6 +108,11 @@ def engines(shelf: Shelf) -> tuple[Answers, str]:
         "smollm2 package": {"model": shelf.package(shelf.smollm2, "--tp", 1), **shelf.trusted, **FORMAT},
         "mxfp8 hf": {"model": shelf.standard(shelf.smollm2, "--convert", "mxfp8")},
         "mxfp8 package": {"model": shelf.package(shelf.smollm2, "--tp", 1, "--convert", "mxfp8"), **FORMAT},
+        "experts mxfp8 hf": {"model": shelf.standard(experts, "--convert", "mxfp8")},
+        "experts mxfp8 modelopt": {"model": shelf.standard(experts, "--convert", "mxfp8", "--quant-style", "modelopt")},
+        "mxfp8 modelopt": {"model": shelf.standard(shelf.smollm2, "--convert", "mxfp8", "--quant-style", "modelopt")},
+        "gemma-270m tp2": {"model": shelf.gemma(), **TP2},
+        "gemma-270m tp2 package": {"model": shelf.package(shelf.gemma(), "--tp", 2), **TP2, **FORMAT},
         "gemma tp2": {"model": gemma, **TP2},
         "gemma tp2 package": {"model": shelf.prepared(gemma, "--tp", 2), **TP2, **FORMAT},
         "experts tp2": {"model": experts, **TP2},
@@ -115,6 +123,11 @@ def engines(shelf: Shelf) -> tuple[Answers, str]:
         "latent tp2 package": {"model": shelf.package(latent, "--tp", 2), **TP2, **FORMAT, **shelf.trusted},
         "mxfp8 experts": {"model": small_models.decoded(coded, shelf.folder / "mxfp8-moe-decoded")},
         "mxfp8 experts package": {"model": shelf.prepared(coded, "--tp", 1), **FORMAT},
+        "converted experts hf": {"model": shelf.standard(experts, "--convert", "mxfp8-experts")},
+        "converted experts package": {
+            "model": shelf.package(experts, "--tp", 1, "--convert", "mxfp8-experts"),
+            **FORMAT,
+        },
     }
     asked = {name: {**job, "model": str(job["model"])} for name, job in jobs.items()}
     return ask("engines.py", shelf.folder / "engines.json", asked)
@@ -124,11 +137,13 @@ FORMAT = {"load_format": "tonnage"}
 PAIRS = {
     "smollm2 package": "smollm2",
     "mxfp8 package": "mxfp8 hf",
+    "gemma-270m tp2 package": "gemma-270m tp2",
     "gemma tp2 package": "gemma tp2",
     "experts tp2 package": "experts tp2",
     "experts ep2 package": "experts ep2",
     "latent tp2 package": "latent tp2",
     "mxfp8 experts package": "mxfp8 experts",
+    "converted experts package": "converted experts hf",
 }
 
 
@@ -167,6 +182,14 @@ def test_experts_spread_whole_say_what_cut_experts_say(engines: tuple[Answers, s
     assert sum(found[:4] == expected[:4] for found, expected in pairs) >= 6
 
 
+@pytest.mark.parametrize("of", ["mxfp8", "experts mxfp8"])
+def test_the_form_of_modelopt_says_what_that_of_compressed_tensors_says(engines: tuple[Answers, str], of: str):
+    """Output heads, routers and experts stay as they are in both."""
+    found, expected = (engines[0][f"{of} {form}"] for form in ("modelopt", "hf"))
+    assert "refused" not in found, found
+    assert found["tokens"] == expected["tokens"]
+
+
 def test_conversion_keeps_most_answers(engines: tuple[Answers, str]):
     answers, _ = engines
     first = [(a[0], b[0]) for a, b in zip(answers["mxfp8 hf"]["tokens"], answers["smollm2"]["tokens"], strict=True)]
@@ -192,6 +215,9 @@ def contents(shelf: Shelf) -> Answers:
         "few words": shelf.model("few-words", small_models.FEW_WORDS),
         "experts": shelf.model("qwen3-moe", small_models.QWEN3_MOE),
         "latent": shelf.model("deepseek-v3", small_models.DEEPSEEK_V3),
+        "gemma-270m": shelf.gemma(),
+        "float32": shelf.model("float32", small_models.FLOAT32),
+        "glm": shelf.model("glm4-moe", small_models.GLM4_MOE),
         "fp8": shelf.model("fp8", small_models.FP8_CHANNEL),
         "int4": shelf.model("int4", small_models.INT4_GROUP),
         "mxfp8 experts": shelf.model("mxfp8-moe", small_models.QWEN3_MOE, "mxfp8"),
@@ -199,10 +225,9 @@ def contents(shelf: Shelf) -> Answers:
     jobs = {}
     for name, (source, topology, convert) in CONTENTS.items():
         words = [word for size, value in topology.items() for word in (f"--{size}", 2 if size == "ep" else value)]
-        words += ["--convert", "mxfp8"] if convert else []
-        engine = "split" if source == "int4" else "vllm"
-        package = shelf.prepared(sources[source], *words, engine=engine)
-        checkpoint = shelf.standard(sources[source], "--convert", "mxfp8") if convert else sources[source]
+        words += ["--convert", convert] if convert else []
+        package = shelf.prepared(sources[source], *words)
+        checkpoint = shelf.standard(sources[source], "--convert", convert) if convert else sources[source]
         jobs[name] = {"package": str(package), "checkpoint": str(checkpoint), "topology": topology}
     jobs["smollm2 tp1"]["times"] = 5
     jobs |= refused_jobs(shelf)
@@ -210,25 +235,32 @@ def contents(shelf: Shelf) -> Answers:
     return answers
 
 
-CONTENTS: dict[str, tuple[str, dict[str, Any], bool]] = {
-    "smollm2 tp1": ("smollm2", {"tp": 1}, False),
-    "smollm2 tp3": ("smollm2", {"tp": 3}, False),
-    "smollm2 mxfp8 tp3": ("smollm2", {"tp": 3}, True),
-    "one kv head, tp4": ("gemma", {"tp": 4}, False),
-    "one kv head, mxfp8": ("gemma", {"tp": 2}, True),
-    "biases, two ranks per kv head": ("biases", {"tp": 4}, False),
-    "padding alone on the last rank": ("few words", {"tp": 4}, False),
-    "biases, two stages": ("biases", {"tp": 2, "pp": 2}, False),
-    "experts mxfp8 tp2": ("experts", {"tp": 2}, True),
-    "experts mxfp8 ep2": ("experts", {"tp": 2, "ep": True}, True),
-    "latent ep2": ("latent", {"tp": 2, "ep": True}, False),
-    "latent mxfp8": ("latent", {"tp": 2}, True),
-    "fp8 per channel": ("fp8", {"tp": 2}, False),
-    "int4 in groups": ("int4", {"tp": 2}, False),
-    "experts that are mxfp8, tp2": ("mxfp8 experts", {"tp": 2}, False),
-    "experts that are mxfp8, ep2": ("mxfp8 experts", {"tp": 2, "ep": True}, False),
+CONTENTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "smollm2 tp1": ("smollm2", {"tp": 1}, ""),
+    "smollm2 tp3": ("smollm2", {"tp": 3}, ""),
+    "smollm2 mxfp8 tp1": ("smollm2", {"tp": 1}, "mxfp8"),
+    "smollm2 mxfp8 tp3": ("smollm2", {"tp": 3}, "mxfp8"),
+    "gemma-270m": ("gemma-270m", {"tp": 2}, ""),
+    "one kv head, tp4": ("gemma", {"tp": 4}, ""),
+    "one kv head, mxfp8": ("gemma", {"tp": 2}, "mxfp8"),
+    "biases, two ranks per kv head": ("biases", {"tp": 4}, ""),
+    "padding alone on the last rank": ("few words", {"tp": 4}, ""),
+    "biases, two stages": ("biases", {"tp": 2, "pp": 2}, ""),
+    "experts mxfp8 tp2": ("experts", {"tp": 2}, "mxfp8"),
+    "experts mxfp8 ep2": ("experts", {"tp": 2, "ep": True}, "mxfp8"),
+    "experts converted, tp2": ("experts", {"tp": 2}, "mxfp8-experts"),
+    "experts converted, ep2": ("experts", {"tp": 2, "ep": True}, "mxfp8-experts"),
+    "latent ep2": ("latent", {"tp": 2, "ep": True}, ""),
+    "latent mxfp8": ("latent", {"tp": 2}, "mxfp8"),
+    "float32 held in bfloat16": ("float32", {"tp": 2}, ""),
+    "routers held in float32": ("glm", {"tp": 2}, ""),
+    "routers held in float32, ep2": ("glm", {"tp": 2, "ep": True}, ""),
+    "fp8 per channel": ("fp8", {"tp": 2}, ""),
+    "int4 in groups": ("int4", {"tp": 2}, ""),
+    "experts that are mxfp8, tp2": ("mxfp8 experts", {"tp": 2}, ""),
+    "experts that are mxfp8, ep2": ("mxfp8 experts", {"tp": 2, "ep": True}, ""),
 }
-"""Source, topology, and whether it is converted; then vLLM loads the converted checkpoint in layout hf."""
+"""Source, topology, and how it is converted, if it is; then vLLM loads the converted checkpoint in layout hf."""
 
 
 @pytest.mark.parametrize("name", CONTENTS)
@@ -238,14 +270,29 @@ def test_every_parameter_of_every_rank_is_the_one_of_default_loading(contents: A
 
     assert len(ranks) == topology["tp"] * topology.get("pp", 1)
     assert [rank["different"] for rank in ranks] == [[] for _ in ranks]
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
         report = rank["report"]
         assert report["read_bytes"] == report["planned_bytes"]
         assert {parameter.rpartition(".")[2] for parameter in report["extra"]} <= CACHE_SCALES
-        if (
-            CONTENTS[name][0] != "int4"
-        ):  # vLLM holds the shapes of packed weights in another dtype, once per fused module
+        assert held_as_planned(Path(report["directory"]), number) == report["held_bytes"] - sum(
+            report["extra"].values()
+        )
+        if CONTENTS[name][0] not in CONVERTED_WHILE_LOADING:
             assert report["read_bytes"] == report["held_bytes"] - sum(report["extra"].values())
+
+
+CONVERTED_WHILE_LOADING = {"fp8", "int4", "float32", "glm"}
+"""Read as stored, and held in another dtype or once for a fused module."""
+
+
+def held_as_planned(rank_directory: Path, rank: int) -> int:
+    """Return what the plan of a preparation or package says a rank holds of its files."""
+    root = rank_directory.parents[2]
+    package = root / "plan.json"
+    plan = json.loads(package.read_text() if package.exists() else (root / "prepare.json").read_text())
+    planned = plan.get("plan", plan)["ranks"][rank]
+    added = sum(line["nbytes"] for line in planned["lines"] if line["component"].startswith("engine."))
+    return planned["weights_bytes"] - added
 
 
 @pytest.mark.parametrize(("name", "kind"), [("smollm2 tp3", "bf16 tp3"), ("smollm2 mxfp8 tp3", "mxfp8 tp3")])
@@ -270,6 +317,7 @@ def refused_jobs(shelf: Shelf) -> dict[str, Any]:
     """Return one job for every package nobody should load."""
     llama, moe = shelf.model("qwen2", small_models.QWEN2), shelf.model("qwen3-moe", small_models.QWEN3_MOE)
     package = shelf.package(llama, "--tp", 2)
+    coded = shelf.prepared(shelf.model("mxfp8-moe", small_models.QWEN3_MOE, "mxfp8"), "--tp", 2)
     rank = "weights/tp2/rank-1"
 
     without_rank = shelf.copy(package, "without-rank")
@@ -303,22 +351,27 @@ def refused_jobs(shelf: Shelf) -> dict[str, Any]:
         "another key": {"package": package, **tp2, "options": trusting},
         "interrupted": {"package": interrupted, **tp2},
         "layout hf": {"package": shelf.standard(llama), **tp2},
-        "value scales": {"package": shelf.prepared(value_scales(shelf), "--tp", 2), **tp2},
+        "value scales": {"package": value_scales(coded, shelf.folder / "value-scales"), **tp2},
         "unknown option": {"package": package, **tp2, "options": {"model_loader_extra_config": {"key": "a"}}},
     }
     return {name: {**job, "package": str(job["package"])} for name, job in jobs.items()}
 
 
-def value_scales(shelf: Shelf) -> Path:
-    """Return an MXFP8 checkpoint with its scales in the dtype named after what they are, and not the one that is read."""
-    source = shelf.model("mxfp8-moe", small_models.QWEN3_MOE, "mxfp8")
-    foreign = shelf.copy(source, "foreign")
-    for file in foreign.glob("*.safetensors"):
-        tensors = load_file(file)
-        for name in tensors:
-            if name.endswith("_scale"):
-                tensors[name] = tensors[name].view(torch.float8_e8m0fnu)
-        save_file(tensors, file)
+def value_scales(source: Path, foreign: Path) -> Path:
+    """Copy what is MXFP8, with its scales in the dtype named after what they are, and not the one that is read.
+
+    As another program may have prepared it: what is on record of the files is true.
+    """
+    shutil.copytree(source, foreign)
+    sizes = {}
+    for file in foreign.rglob("*.safetensors"):
+        call_scales(file)
+        sizes[file.relative_to(foreign).as_posix()] = file.stat().st_size
+    if (record := foreign / "prepare.json").exists():
+        summary = json.loads(record.read_text())
+        for written in (written for rank in summary["ranks"] for written in rank["files"]):
+            written["file_bytes"] = sizes.get(written["path"], written["file_bytes"])
+        record.write_text(json.dumps(summary))
     return foreign
 
 
@@ -332,7 +385,7 @@ REFUSED = {
     "another key": "model.sig",
     "interrupted": "preparation is not complete",
     "layout hf": "holds no weights by rank",
-    "value scales": "q_proj.weight_scale: scale of MXFP8 that vLLM would convert by value, without an error; expected U8",
+    "value scales": "q_proj.weight_scale: scale of MXFP8 that engines convert by value, without an error; expected U8",
     "unknown option": "model_loader_extra_config: no such option; expected public_key; found key",
 }
 
@@ -348,16 +401,18 @@ def test_what_is_not_refused_is_allocated(contents: Answers):
     assert contents["as it should be"] == {"refused": "allocated", "allocated": True}
 
 
-def test_inspect_and_verify_name_scales_that_are_read_by_value(shelf: Shelf):
-    foreign = shelf.folder / "foreign"
-    if not foreign.exists():
-        value_scales(shelf)
-    note = "scales stored as F8_E8M0, which engines convert by value"
-    assert note in command("inspect", foreign).stdout
+def test_scales_that_are_read_by_value_are_noted_and_never_made_a_package_of(shelf: Shelf):
+    """Of one that is signed all the same, ``verify`` says so: tests/test_verify.py."""
+    foreign = value_scales(shelf.model("mxfp8-moe", small_models.QWEN3_MOE, "mxfp8"), shelf.folder / "foreign")
+    assert "scales stored as F8_E8M0, which engines convert by value" in command("inspect", foreign).stdout
 
-    verified = command("verify", shelf.package(foreign, "--tp", 2), "--key", shelf.public)
-    assert verified.returncode == 4
-    assert "q_proj.weight_scale: scale of MXFP8 that engines convert by value" in verified.stderr
+    said = "q_proj.weight_scale: scale of MXFP8 that engines convert by value, without an error; expected U8"
+    for words in (
+        ("prepare", foreign, "--tp", 2, "-o", shelf.folder / "none"),
+        ("export", shelf.folder / "value-scales", "--key", shelf.private),
+    ):
+        refused = command(*words)
+        assert (refused.returncode, said in refused.stderr) == (2, True), refused.stderr
 
 
 def test_scales_are_written_as_bytes(shelf: Shelf):

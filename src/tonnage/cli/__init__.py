@@ -34,6 +34,7 @@ from tonnage.cli.options import note
 from tonnage.cli.plan import plan
 from tonnage.cli.prepare import prepare
 from tonnage.cli.report import report
+from tonnage.cli.serve import serve
 from tonnage.cli.synth import synth
 from tonnage.cli.ui import ui
 from tonnage.cli.verify import verify
@@ -60,7 +61,8 @@ VERIFICATION_FAILED = 4
 
 _ORDER = (
     "inspect", "plan", "report", "fit", "flags", "synth", "prepare", "export", "export-names", "join", "verify",
-    "fetch", "measure", "explain", "compare", "calibrate", "calibrations", "observe", "ui", "models", "gpus", "demo",
+    "fetch", "serve", "measure", "explain", "compare", "calibrate", "calibrations", "observe", "ui", "models", "gpus",
+    "demo",
 )  # fmt: skip
 """As they follow each other in use, then what there is to know and to see."""
 
@@ -100,8 +102,8 @@ def _main(
 
 
 COMMANDS = (
-    inspect, plan, report, fit, flags, synth, prepare, export, export_names, join, verify, fetch, measure, explain,
-    compare, calibrate, observe, ui, models, gpus, demo,
+    inspect, plan, report, fit, flags, synth, prepare, export, export_names, join, verify, fetch, serve, measure,
+    explain, compare, calibrate, observe, ui, models, gpus, demo,
 )  # fmt: skip
 for command in COMMANDS:
     app.command()(command)

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from tonnage.cli.options import Json, emit, emit_json, note
+from tonnage.cli.options import Json, emit, emit_json, json_text, note
+from tonnage.cli.records import write_records
 
 
 def compare(
@@ -20,6 +21,10 @@ def compare(
     prompts: Annotated[
         Path | None, typer.Option("--prompts", help="End to end with these prompts, one to a line.")
     ] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="RECORD", help="Write the document, for `export --compare`.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over another file of that name.")] = False,
     as_json: Json = False,
 ) -> None:
     """Say how far two forms of one model are apart.
@@ -38,8 +43,11 @@ def compare(
             from tonnage.compare.end_to_end import compare_answers
 
             answers = compare_answers(one, other, asked, note)
+    document = comparison_document(comparison, answers)
+    if save is not None:
+        write_records([save], f"{json_text(document)}\n".encode(), force=force)
     if as_json:
-        emit_json(comparison_document(comparison, answers))
+        emit_json(document)
     else:
         from tonnage.report.compared import comparison_table
         from tonnage.report.tables import render

@@ -15,6 +15,7 @@ from tonnage.cli.progress import later, progress
 from tonnage.units import unit_for
 
 if TYPE_CHECKING:
+    from tonnage.export.comparison import Record
     from tonnage.export.io import Exported
     from tonnage.export.objects import Objects
     from tonnage.export.sign import Key, Signer, Sigstore
@@ -81,6 +82,10 @@ def export(
         list[Path] | None,
         typer.Option("--add", metavar="FILE", help="Put a small file in, such as a README.md; may be repeated."),
     ] = None,
+    compared: Annotated[
+        Path | None,
+        typer.Option("--compare", metavar="RECORD", help="Cite what `tonnage compare SOURCE DIR --save` wrote."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make a signed package of what was prepared, where it is.
@@ -114,6 +119,7 @@ def export(
         ),
         hash=hash_name,
         added=read_added(add or []),
+        compared=None if compared is None else _record(compared),
     )
     by_key = key_of(key, certificate, chain or [], password_env)
     signer = load_signer(_only(by_key, _sigstore(sigstore, identity_token_env, trust_config)))
@@ -125,6 +131,15 @@ def export(
         emit_json(_document(exported, signer, uploaded))
     else:
         _emit_table(exported, signer, uploaded)
+
+
+def _record(path: Path) -> Record:
+    """Return a comparison that is to be cited."""
+    from tonnage.checkpoint.io import read_json
+    from tonnage.export.comparison import read_record
+    from tonnage.export.manifest import PackageError
+
+    return read_record(read_json(path, limit_bytes=_PLAN_LIMIT_BYTES, kind=PackageError), where=path.name)
 
 
 def _objects(to: str | None, *, force: bool, check: bool) -> Objects | None:

@@ -56,7 +56,8 @@ def fetch(
     Example: tonnage fetch s3://models/kimi-k3-tp8 --key release.pub.pem --rank 3 -o ./kimi-k3-tp8
     """
     from tonnage.cli.interruption import interruptible, system_errors
-    from tonnage.cli.verify import chosen_ranks, trust_of
+    from tonnage.cli.trust import trust_of
+    from tonnage.cli.verify import chosen_ranks
     from tonnage.export.fetch import fetch_package
     from tonnage.export.remote import RemotePackage
     from tonnage.export.verify import VerifyRequest

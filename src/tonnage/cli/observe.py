@@ -35,7 +35,7 @@ def observe(
     slug = None if gpu is None else find_gpu(gpu).slug
     observed = observe_log(log, plan)
     if save is not None:
-        _save(save, observation_record(observed, gpu=slug))
+        save_record(save, observation_record(observed, gpu=slug))
     if as_json:
         emit_json(observe_document(observed, gpu=slug))
     else:
@@ -49,12 +49,26 @@ def observe(
         raise typer.Exit(CONTRADICTED)
 
 
-def _save(path: Path, record: dict[str, Any]) -> None:
-    """Write a record whole, or not at all; what is already there is somebody's measurement."""
-    from tonnage.cli.records import write_records
+def check_new(path: Path) -> None:
+    """Refuse to write a record where something is: it is somebody's measurement.
+
+    Raises:
+        ObservationError: Something is there.
+    """
     from tonnage.errors import ObservationError, Problem
 
     if path.exists() or path.is_symlink():
         raise ObservationError(Problem(where=str(path), what="already there", expected="a new file"))
+
+
+def save_record(path: Path, record: dict[str, Any]) -> None:
+    """Write a record whole, or not at all, and over nothing.
+
+    Raises:
+        TonnageError: Something is there, or it cannot be written.
+    """
+    from tonnage.cli.records import write_records
+
+    check_new(path)
     content = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
     write_records([path], content.encode(), force=False)

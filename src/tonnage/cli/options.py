@@ -54,7 +54,8 @@ DraftBytes = Annotated[
     str, typer.Option("--draft-bytes", help="Or only its bytes, cut evenly, such as 5GiB or 5373504512.")
 ]
 ConvertTo = Annotated[
-    Literal["none", "mxfp8"], typer.Option("--convert", help="What preparation does to BF16 projections.")
+    Literal["none", "mxfp8", "mxfp8-experts"],
+    typer.Option("--convert", help="What preparation does to BF16 projections; mxfp8 leaves routed experts."),
 ]
 KvDtype = Annotated[
     str | None,

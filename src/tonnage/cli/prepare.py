@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tonnage.cli.interruption import interruptible, system_errors
-from tonnage.cli.options import Ep, Json, Pp, Tp, emit, emit_json
+from tonnage.cli.options import ConvertTo, Ep, Json, Pp, Tp, emit, emit_json, note
 from tonnage.cli.progress import progress
 from tonnage.cli.ranks import parse_ranks
 from tonnage.units import MIB, unit_for
@@ -41,15 +41,13 @@ def prepare(
         Literal["vllm", "sglang", "exllamav3", "split"],
         typer.Option("--engine", help="Whose placement rules; split cuts everything that can be cut."),
     ] = "split",
-    convert: Annotated[
-        Literal["none", "mxfp8"], typer.Option("--convert", help="What becomes of BF16 projections.")
-    ] = "none",
+    convert: ConvertTo = "none",
     layout: Annotated[
         Literal["tp", "hf"], typer.Option("--layout", help="One directory per rank, or one standard checkpoint.")
     ] = "tp",
     quant_style: Annotated[
-        Literal["compressed-tensors", "modelopt"],
-        typer.Option("--quant-style", help="How the config of layout hf states the conversion."),
+        Literal["compressed-tensors", "modelopt", "mxfp8"],
+        typer.Option("--quant-style", help="How layout hf states the conversion; mxfp8 is for SGLang."),
     ] = "compressed-tensors",
     scale_rule: Annotated[
         Literal["rceil", "floor", "even", "compressed-tensors"],
@@ -148,8 +146,12 @@ def _preparation(source: str, output: Path, request: PlanRequest, options: Prepa
     from tonnage.cli.opening import Opening
     from tonnage.errors import CheckpointError, Problem
     from tonnage.prepare.request import prepare_placement
+    from tonnage.prepare.schedule import AS_STORED
     from tonnage.report.documents import plan_document
 
+    if options.layout == "hf" and request.engine != AS_STORED:
+        note(f"tonnage: --engine {request.engine} changes nothing: layout hf has the shapes of the checkpoint")
+        request = replace(request, engine=AS_STORED)
     checkpoint = Opening().checkpoint(source)
     if checkpoint.headers is None or checkpoint.source is None:
         raise CheckpointError(Problem(where=source, what="no weights to prepare", expected="safetensors files"))

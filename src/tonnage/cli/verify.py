@@ -10,11 +10,13 @@ import typer
 from tonnage.cli.options import Json, emit, emit_json
 from tonnage.cli.progress import later, progress
 from tonnage.cli.ranks import parse_ranks
+from tonnage.cli.trust import CertificateChain, Identity, Issuer, Key, TrustConfig, trust_of
+from tonnage.errors import Problem
 from tonnage.prepare.documents import SIGNATURE
 from tonnage.units import unit_for
 
 if TYPE_CHECKING:
-    from tonnage.errors import Problem
+    from tonnage.export.agreement import Numerics
     from tonnage.export.signature import Trust
     from tonnage.export.statement import Signed
     from tonnage.export.verify import Verification
@@ -26,20 +28,11 @@ def verify(
     directory: Annotated[
         str, typer.Argument(metavar="DIR", help="A signed package: a directory, or s3://, https://, hf:org/name.")
     ],
-    key: Annotated[Path | None, typer.Option("--key", metavar="PEM", help="Public key that must have signed.")] = None,
-    certificate_chain: Annotated[
-        list[Path] | None,
-        typer.Option("--certificate-chain", metavar="PEM", help="Certificates to trust instead of a key; repeatable."),
-    ] = None,
-    identity: Annotated[
-        str | None, typer.Option("--identity", help="Who must have signed with Sigstore, such as a mail address.")
-    ] = None,
-    issuer: Annotated[
-        str | None, typer.Option("--issuer", metavar="URL", help="OpenID Connect provider of the identity.")
-    ] = None,
-    trust_config: Annotated[
-        Path | None, typer.Option("--trust-config", help="Keys of another Sigstore instance than the public one.")
-    ] = None,
+    key: Key = None,
+    certificate_chain: CertificateChain = None,
+    identity: Identity = None,
+    issuer: Issuer = None,
+    trust_config: TrustConfig = None,
     rank: Annotated[
         list[int] | None,
         typer.Option("--rank", min=0, help="Check the files of this rank and of all ranks; repeatable."),
@@ -63,7 +56,7 @@ def verify(
     from tonnage.export.verify import VerifyRequest, verify_package
     from tonnage.sources.addresses import is_remote, open_source
 
-    trust = trust_of(key, certificate_chain, identity, issuer, trust_config)
+    trust = trust_of(key, certificate_chain, identity, issuer, trust_config, where="verify")
     request = VerifyRequest(ranks=chosen_ranks(rank, ranks), tp=tp, fast=fast)
     place = RemotePackage(open_source(directory)) if is_remote(directory) else Path(directory)
     with progress() as show:
@@ -79,29 +72,6 @@ def chosen_ranks(rank: list[int] | None, ranks: str | None) -> tuple[int, ...] |
     """Return the ranks asked for in either way; ``None`` for all."""
     chosen = {*(rank or ()), *(parse_ranks(ranks) or ())}
     return tuple(sorted(chosen)) or None
-
-
-def trust_of(
-    key: Path | None,
-    chain: list[Path] | None,
-    identity: str | None,
-    issuer: str | None,
-    trust_config: Path | None,
-    *,
-    where: str = "verify",
-) -> Trust:
-    """Return by whom a package must be signed; exactly one way of saying so."""
-    from tonnage.errors import Problem, UnitError
-    from tonnage.export.signature import CertificateChain, PublicKey, SigstoreIdentity
-
-    if key is not None and not (chain or identity or issuer or trust_config):
-        return PublicKey(path=key)
-    if chain and key is None and not (identity or issuer or trust_config):
-        return CertificateChain(paths=tuple(chain))
-    if identity and issuer and key is None and not chain:
-        return SigstoreIdentity(identity=identity, issuer=issuer, trust_config=trust_config)
-    expected = "one of --key, --certificate-chain, and --identity with --issuer"
-    raise UnitError(Problem(where=where, what="by whom it must be signed", expected=expected))
 
 
 def _signer(signed: Signed, trust: Trust) -> dict[str, str]:
@@ -133,9 +103,41 @@ def verification_document(found: Verification, trust: Trust) -> dict[str, Any]:
         "signature_bytes": found.signature_bytes,
         "absent_ranks": list(found.absent),
         "seconds": round(found.seconds, 3),
+        "numerics": _numerics_document(found.numerics),
         "not_checked": list(found.unchecked),
         "problems": [_problem(problem) for problem in found.problems],
     }
+
+
+def _numerics_document(numerics: Numerics | None) -> dict[str, Any] | None:
+    """Return the class, the worst of what was converted, and what the package cites of a comparison."""
+    from msgspec import to_builtins
+
+    if numerics is None:
+        return None
+    worst = numerics.worst
+    return {
+        "class": numerics.kind,
+        "converted_tensors": len(numerics.converted),
+        "least_sqnr_db": worst.sqnr_db if worst else None,
+        "least_sqnr_tensor": worst.tensor if worst else None,
+        "compared": to_builtins(numerics.compared),
+    }
+
+
+def _numerics(numerics: Numerics) -> str:
+    """Return what the weights are to those of the source, in words; figures are the signer's."""
+    said: list[str] = [numerics.kind]
+    if worst := numerics.worst:
+        said.append(f"{len(numerics.converted):,} tensors, SQNR at least {worst.sqnr_db:.2f} dB ({worst.tensor})")
+    if compared := numerics.compared:
+        total = compared.total.sqnr_db
+        said.append("compared: identical" if compared.identical else f"compared: {compared.tensors.differing:,} differ")
+        said += [f"SQNR {total:.2f} dB in all"] if total is not None else []
+        if compared.end_to_end:
+            text = compared.end_to_end.text
+            said.append(f"top-1 {text.top1_agreement:.2%}, KL {text.kl_mean:.3g} nats over {text.positions:,} tokens")
+    return ", ".join(said)
 
 
 def _problem(problem: Problem) -> dict[str, str]:
@@ -178,6 +180,8 @@ def _emit_table(found: Verification, trust: Trust) -> None:
     add_row(table, "shared", f"{found.files - files:,}", "0", "0", f"{found.nbytes - nbytes:,}")
     emit(render(table))
     emit(f"signed: {one_line(', '.join(_signer(found.signed, trust).values()))}")
+    if found.numerics:
+        emit(f"numerics: {one_line(_numerics(found.numerics))}")
     for what in found.unchecked:
         emit(f"not checked: {one_line(what)}")
     emit(f"{one_line(found.manifest.name)}: {_verdict(found, found.manifest.hash)}, in {found.seconds:.1f} s")

@@ -10,10 +10,12 @@ from tonnage.compare.figures import Sums, TensorError, byte_error, value_error
 from tonnage.compare.pairs import Tensor, model_problems, pair
 from tonnage.compare.wholes import CompareError
 from tonnage.errors import raise_if_any
+from tonnage.version import __version__
 
 if TYPE_CHECKING:
     from tonnage.compare.answers import EndToEnd
     from tonnage.compare.model import Model
+    from tonnage.compare.subjects import Subject
 
 SCHEMA = "tonnage.compare/1"
 
@@ -25,6 +27,7 @@ class Comparison:
     Attributes:
         names: Of both directories.
         ranks: How many ranks each is cut over.
+        subjects: What they are.
         errors: Of every tensor both have, sorted by name.
         incomparable: Tensors both have, stored in two ways of which this program knows no values.
         only_a: Tensors of the first alone; likewise ``only_b``.
@@ -32,6 +35,7 @@ class Comparison:
 
     names: tuple[str, str]
     ranks: tuple[int, int]
+    subjects: tuple[Subject, Subject]
     errors: tuple[TensorError, ...]
     incomparable: tuple[tuple[Tensor, Tensor], ...]
     only_a: tuple[Tensor, ...]
@@ -84,6 +88,7 @@ def compare_models(a: Model, b: Model) -> Comparison:
     return Comparison(
         names=where,
         ranks=(a.ranks, b.ranks),
+        subjects=(a.subject, b.subject),
         errors=tuple(compare(one, (a.views, b.views)) for compare, one in jobs),
         incomparable=found.incomparable,
         only_a=found.only_a,
@@ -96,8 +101,8 @@ def comparison_document(comparison: Comparison, end_to_end: EndToEnd | None = No
     total, worst = comparison.total, comparison.worst
     return {
         "schema": SCHEMA,
-        "a": {"name": comparison.names[0], "ranks": comparison.ranks[0]},
-        "b": {"name": comparison.names[1], "ranks": comparison.ranks[1]},
+        "tonnage_version": __version__,
+        **{side: _side(comparison, place) for place, side in enumerate("ab")},
         "identical": comparison.identical,
         "tensors": {
             "compared": len(comparison.errors),
@@ -116,6 +121,11 @@ def comparison_document(comparison: Comparison, end_to_end: EndToEnd | None = No
         "only_b": _named(comparison.only_b),
         "end_to_end": None if end_to_end is None else end_to_end.document(),
     }
+
+
+def _side(comparison: Comparison, place: int) -> dict[str, Any]:
+    found = {"name": comparison.names[place], "ranks": comparison.ranks[place]}
+    return {**found, **comparison.subjects[place].document()}
 
 
 def _error(error: TensorError) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tonnage.api import read_config
 from tonnage.compare.pairs import Tensor, tensors_of
+from tonnage.compare.subjects import Subject, subject_of
 from tonnage.compare.wholes import CompareError, Whole, put_together
 from tonnage.errors import Problem, one_line
 from tonnage.measure.places import find_places
@@ -34,6 +35,7 @@ class Model:
         views: Their tensors.
         fields: Of config.json; empty where there is none.
         tensors: By name, parts put together, scales with their codes.
+        subject: What it is.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Model:
     views: Views
     fields: Mapping[str, object]
     tensors: Mapping[str, Tensor]
+    subject: Subject
 
 
 @contextmanager
@@ -61,7 +64,15 @@ def open_model(path: str | Path) -> Iterator[Model]:
         views = {rank: files.enter_context(open_rank(place, rank)) for rank, place in places.directories.items()}
         fields = read_config(root).fields if os.path.lexists(root / CONFIG) else {}
         tensors = tensors_of(_wholes(views, where))
-        yield Model(name=where, root=root, ranks=len(views), views=views, fields=fields, tensors=tensors)
+        yield Model(
+            name=where,
+            root=root,
+            ranks=len(views),
+            views=views,
+            fields=fields,
+            tensors=tensors,
+            subject=subject_of(root),
+        )
 
 
 def _wholes(views: Mapping[int, RankView], where: str) -> dict[str, Whole]:

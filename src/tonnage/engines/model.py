@@ -75,6 +75,10 @@ def _as_stored(_entry: Assigned, _stored: Stored) -> tuple[str, str] | None:
     return None
 
 
+def _no_copies(_entry: Assigned, _stored: Stored) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineModel:
     """How one engine places weights.
@@ -87,6 +91,7 @@ class EngineModel:
             the plain slice; with the reason.
         extras: What it holds beyond the checkpoint.
         held_dtype: Dtype the engine keeps a stored tensor in where it is another, with the reason.
+        copies: Whether the shape of :attr:`held_shape` is what copying the stored slice leaves: files have the slice.
         takes_over: Engines whose exceptions in a recipe hold for this one too, where it has none of its own.
         deal: How it deals entries out over the ranks, by their position in the assignment, where recipe lines are not
             followed; may raise :class:`~tonnage.errors.PlacementError`.
@@ -99,6 +104,7 @@ class EngineModel:
     held_shape: Callable[[Assigned, Stored, Local, Topology], tuple[tuple[int, ...], str] | None]
     extras: Callable[[Assignment, Topology], Sequence[Extra]]
     held_dtype: Callable[[Assigned, Stored], tuple[str, str] | None] = _as_stored
+    copies: Callable[[Assigned, Stored], bool] = _no_copies
     takes_over: tuple[str, ...] = ()
     deal: Callable[[Assignment, Topology], Mapping[int, tuple[Deal, ...]]] = _no_deals
     check: Callable[[Assignment, Topology], Sequence[Problem]] = _no_refusals

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tonnage.engines.model import EngineModel, Extra, Local
+from tonnage.engines.vllm import copies
 from tonnage.engines.vllm import held_shape as vllm_held_shape
 from tonnage.errors import PlacementError, Problem
 from tonnage.formats.quantized import CHANNEL_FORMATS
@@ -120,6 +121,7 @@ SGLANG = EngineModel(
     held_shape=_held_shape,
     extras=lambda assignment, topology: tuple(_extras(assignment, topology)),
     held_dtype=_held_dtype,
+    copies=copies,
     takes_over=("vllm",),
     check=_check,
 )

@@ -58,7 +58,7 @@ def held_shape(entry: Assigned, stored: Stored, local: Local, topology: Topology
 def _scalars(entry: Assigned, stored: Stored) -> tuple[tuple[int, ...], str] | None:
     """Scalars and shapes of parts that are loaded into one fused module: held once, or once for every part."""
     fmt, expert, parts = entry.fmt.name, entry.module.rule.is_routed, len(entry.module.out)
-    if fmt.startswith("int") and stored.suffix == ".weight_shape" and _follows(entry):
+    if copies(entry, stored) and _follows(entry):
         return (0,), "the shape is held once for the fused module"
     static = fmt == "fp8_e4m3_tensor" and stored.suffix == ".input_scale" and entry.module.method != "modelopt"
     if static and expert and _follows(entry):
@@ -66,6 +66,16 @@ def _scalars(entry: Assigned, stored: Stored) -> tuple[tuple[int, ...], str] | N
     if stored.shape == () and stored.dtype == "F32" and parts > 1 and not expert:
         return (parts,), "one scalar for every fused part"
     return None
+
+
+def copies(entry: Assigned, stored: Stored) -> bool:
+    """Whether parts of a fused module overwrite each other: the unpacked shape of packed weights, which is read of all.
+
+    Source:
+        vLLM 0.32.0 ``model_executor/parameter.py`` (``BasevLLMParameter._assert_and_load``), ``fused_moe/layer.py``
+        (``_load_single_value``).
+    """
+    return entry.fmt.name.startswith("int") and stored.suffix == ".weight_shape"
 
 
 def _follows(entry: Assigned) -> bool:
@@ -107,7 +117,7 @@ def held_dtype(entry: Assigned, stored: Stored) -> tuple[str, str] | None:
         return (served, "held in the model dtype") if stored.dtype in FLOATS and stored.dtype != served else None
     if entry.fmt.name in CHANNEL_FORMATS and stored.suffix == ".weight_scale" and stored.dtype != "F32":
         return "F32", "scales are held in F32"
-    if entry.fmt.name.startswith("int") and stored.suffix == ".weight_shape" and not _follows(entry):
+    if copies(entry, stored) and not _follows(entry):
         return ("BF16", "held in the model dtype") if entry.module.rule.is_routed else ("I64", "held as I64")
     return None
 
@@ -295,5 +305,6 @@ VLLM = EngineModel(
     held_shape=held_shape,
     extras=extras,
     held_dtype=held_dtype,
+    copies=copies,
     check=check,
 )

@@ -12,6 +12,7 @@ import msgspec
 
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import Problem
+from tonnage.export.comparison import Compared
 from tonnage.export.manifest import Manifest, PackageError, Parallel
 from tonnage.export.planned import Planned, Prepared, check_plan, read_plan
 from tonnage.prepare.documents import PLAN, PROVENANCE
@@ -30,8 +31,29 @@ class _Options(msgspec.Struct, frozen=True):
     hash: str
 
 
-class _Numerics(msgspec.Struct, frozen=True):
+class _Converted(msgspec.Struct, frozen=True):
+    tensor: str
+    sqnr_db: float | None = None
+
+
+class Numerics(msgspec.Struct, frozen=True):
+    """What the weights are to those of the source.
+
+    Attributes:
+        kind: Whether any were converted.
+        converted: Those, with their error.
+        compared: What was measured of the whole, if it was.
+    """
+
     kind: Literal["neutral", "converted"] = msgspec.field(name="class")
+    converted: tuple[_Converted, ...] = ()
+    compared: Compared | None = None
+
+    @property
+    def worst(self) -> _Converted | None:
+        """The converted tensor of the least ratio of signal to noise; ``None`` where there is no noise."""
+        noisy = (tensor for tensor in self.converted if tensor.sqnr_db is not None)
+        return min(noisy, key=lambda tensor: tensor.sqnr_db or 0, default=None)
 
 
 class Provenance(msgspec.Struct, frozen=True):
@@ -41,13 +63,13 @@ class Provenance(msgspec.Struct, frozen=True):
         schema: Of the document.
         source: Digest of the checkpoint's headers, and algorithm of its files' digests.
         options: What was asked for.
-        numerics: Whether weights were converted.
+        numerics: What became of the weights.
     """
 
     schema: Literal["tonnage.provenance/1"]
     source: _Source
     options: _Options
-    numerics: _Numerics
+    numerics: Numerics
 
 
 def read_provenance(raw: bytes) -> Provenance:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tonnage.checkpoint.skeletons import HeaderReader, ShardHeader
 from tonnage.errors import Problem, TonnageError
-from tonnage.export.agreement import document_problems, read_package_plan, read_provenance
+from tonnage.export.agreement import Numerics, document_problems, read_package_plan, read_provenance
 from tonnage.export.hashing import Content, Keep, Target, read_targets
 from tonnage.export.manifest import Manifest, PackagedFile
 from tonnage.export.rank_checks import directory_problems, header_problems, stage_problems
@@ -82,12 +82,14 @@ class Checked:
         ignored: What stands in the directory, is not of the package, and was not looked at.
         absent: Ranks of which there is no file.
         problems: Everything that is wrong with tree, files, and what they say together.
+        numerics: What the provenance says of the weights, where nothing is wrong.
     """
 
     hashed_bytes: int
     ignored: tuple[str, ...] = ()
     absent: tuple[int, ...] = ()
     problems: tuple[Problem, ...]
+    numerics: Numerics | None = None
 
 
 Read = Callable[[Sequence[Target], Callable[[int, int], None]], Iterator[Content]]
@@ -135,6 +137,7 @@ def check_tree(tree: Tree, read: Read, scope: Scope, on_progress: Callable[[Stan
         ignored=tuple(tree.ignored),
         absent=tuple(_absent(tree, scope)),
         problems=tuple(problems),
+        numerics=None if problems else reading.numerics,
     )
 
 
@@ -157,6 +160,7 @@ class _Reading:
     def __init__(self, scope: Scope, files: Sequence[PackagedFile]) -> None:
         self.problems: list[Problem] = []
         self.hashed_bytes = 0
+        self.numerics: Numerics | None = None
         self._scope = scope
         self._files = {file.path: file for file in files}
         self._owners = {file.digest: file.path for file in scope.manifest.files}
@@ -237,7 +241,9 @@ class _Reading:
         """
         manifest, topology = self._scope.manifest, self._scope.topology
         plan = read_package_plan(self._documents[PLAN])
-        yield from document_problems(plan, read_provenance(self._documents[PROVENANCE]), manifest)
+        provenance = read_provenance(self._documents[PROVENANCE])
+        self.numerics = provenance.numerics
+        yield from document_problems(plan, provenance, manifest)
         for stage in range(topology.pp) if manifest.layout == "tp" else ():
             ranks = range(stage * topology.tp, (stage + 1) * topology.tp)
             if set(ranks) <= set(self._scope.ranks):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from tonnage.errors import Problem, raise_if_any
 from tonnage.export.hashing import Target, read_targets
 from tonnage.export.manifest import PackageError
 from tonnage.prepare.documents import SUMMARY
+from tonnage.sources.model import SUFFIX
 
 if TYPE_CHECKING:
     from tonnage.prepare.io import Hash
@@ -44,6 +46,27 @@ def recorded_digests(summary: Summary) -> dict[str, dict[Hash, str]]:
         also: dict[Hash, str] = {} if file.sha256 is None or name == "sha256" else {"sha256": file.sha256}
         found[file.path] = {name: file.digest, **also}
     return found
+
+
+def weights_digest(digests: Mapping[str, str]) -> str:
+    """Return one SHA-256 for all weights, of the paths and SHA-256 of their files; other files count for nothing."""
+    whole = sha256()
+    for path in sorted(path for path in digests if path.endswith(SUFFIX)):
+        whole.update(f"{digests[path]} {path}\n".encode())
+    return whole.hexdigest()
+
+
+def recorded_weights(summary: Summary) -> str | None:
+    """Return the digest of the weights of a preparation; ``None`` where a SHA-256 is not on record.
+
+    Raises:
+        PackageError: As :func:`hash_of`.
+    """
+    known = {
+        path: digests.get("sha256") for path, digests in recorded_digests(summary).items() if path.endswith(SUFFIX)
+    }
+    stated = {path: digest for path, digest in known.items() if digest is not None}
+    return weights_digest(stated) if len(stated) == len(known) else None
 
 
 def files_without(digests: Digests, wanted: Hash) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from tonnage.export.finished import check_signed, check_unsigned
 from tonnage.export.manifest import MANIFEST_LIMIT_BYTES, PackageError
 from tonnage.export.moving import goal_of, move, resolved
 from tonnage.export.package import Contents, Options, Package, keep_package, make_package
+from tonnage.export.rank_checks import scale_problems
 from tonnage.export.signature import SIGNATURE_LIMIT_BYTES
 from tonnage.export.walk import Tree, grouped, tree_problems, walk_tree
 from tonnage.prepare.documents import MANIFEST, PACKAGE_DOCUMENTS, SIGNATURE, STATE, SUMMARY
@@ -284,11 +285,14 @@ def _contents(directory: Path, summary: Summary) -> dict[str, Contents]:
     """Return what the header of every recorded safetensors file holds."""
     paths = {file.path for file in summary.written if file.path.endswith(".safetensors")}
     found: dict[str, Contents] = {}
+    problems: list[Problem] = []
     for folder in sorted({path.rpartition("/")[0] for path in paths}):
         path = directory / folder
         for shard in read_checkpoint_headers(path, also=layer_files(path)).shards:
             relative = f"{folder}/{shard.shard_file}".removeprefix("/")
             found[relative] = Contents(tensors=len(shard), payload_bytes=shard.payload_bytes)
+            problems += scale_problems(relative, shard)
+    raise_if_any(PackageError, problems)
     raise_if_any(
         PackageError,
         (Problem(where=path, what="not named by the index beside it") for path in sorted(paths - found.keys())),

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import Problem, raise_if_any
-from tonnage.export.digests import Digests, hash_of
+from tonnage.export.agreement import read_provenance
+from tonnage.export.comparison import check_record
+from tonnage.export.digests import Digests, hash_of, recorded_weights
 from tonnage.export.hashing import digest_of
 from tonnage.export.manifest import (
     Layout,
@@ -33,6 +35,7 @@ from tonnage.sources.model import SUFFIX
 from tonnage.topology import Topology
 
 if TYPE_CHECKING:
+    from tonnage.export.comparison import Compared, Record
     from tonnage.prepare.io import Hash
     from tonnage.prepare.summary import Summary
 
@@ -49,6 +52,7 @@ class Options:
         profile: What is given of the profile.
         hash: Algorithm of the manifest's digests that is given, in place of the one it was prepared with.
         added: Files that are put in beside the weights, by plain name.
+        compared: What was measured between the source and this, for the numerics class to cite.
     """
 
     today: str
@@ -58,6 +62,7 @@ class Options:
     profile: PlannedProfile = field(default_factory=PlannedProfile)
     hash: Hash | None = None
     added: Mapping[str, bytes] = field(default_factory=dict)
+    compared: Record | None = None
 
     @property
     def given(self) -> bool:
@@ -130,7 +135,9 @@ def make_package(summary: Summary, contents: Mapping[str, Contents], digests: Di
     ]
     plan, document = _plan(summary, files, topology, options)
     added = {name: raw for name, raw in options.added.items() if name not in digests}
-    origin = provenance(summary, hash_name=hash_name, added=added, where=SUMMARY)
+    origin = provenance(
+        summary, hash_name=hash_name, added=added, where=SUMMARY, compared=_compared(summary, options.compared)
+    )
     documents = {PLAN: canonical(document, where=PLAN), PROVENANCE: canonical(origin, where=PROVENANCE)}
     files += (document_file(path, raw, hash_name) for path, raw in (*documents.items(), *added.items()))
     manifest = Manifest(
@@ -164,7 +171,7 @@ def keep_package(documents: Mapping[str, bytes], options: Options) -> Package:
     """
     manifest = parse_manifest(documents[MANIFEST])
     raise_if_any(PackageError, _document_problems(manifest, documents))
-    raise_if_any(PackageError, _others(manifest, options))
+    raise_if_any(PackageError, _others(manifest, documents, options))
     if options.given:
         before = parse_object(documents[PLAN], where=PLAN, kind=PackageError)
         document = before if options.plan is None else options.plan
@@ -180,14 +187,29 @@ def keep_package(documents: Mapping[str, bytes], options: Options) -> Package:
     return Package(manifest=manifest, documents=dict(documents))
 
 
-def _others(manifest: Manifest, options: Options) -> Iterator[Problem]:
-    """Yield the digests and files that are asked for and are not in a finished package."""
+def _compared(summary: Summary, record: Record | None) -> Compared | None:
+    """Return what is cited of a comparison, which must be of this source and these weights."""
+    if record is None:
+        return None
+    converted = {tensor.tensor for tensor in summary.converted}
+    check_record(record, source=summary.identity.checkpoint, weights=recorded_weights(summary), converted=converted)
+    return record.cited
+
+
+def _others(manifest: Manifest, documents: Mapping[str, bytes], options: Options) -> Iterator[Problem]:
+    """Yield the digests, files and figures that are asked for and are not in a finished package."""
     if options.hash not in (None, manifest.hash):
         yield _finished(MANIFEST, "the hash of its digests", expected=options.hash, found=manifest.hash)
     listed = manifest.digests("sha256")
     for name, raw in options.added.items():
         if (expected := digest_of(raw, "sha256")) != (found := listed.get(name, "no such file")):
             yield _finished(name, "its files", expected=expected, found=found)
+
+    if (
+        options.compared is not None
+        and options.compared.cited != read_provenance(documents[PROVENANCE]).numerics.compared
+    ):
+        yield _finished(PROVENANCE, "the comparison it cites", expected="the one given", found="none, or another")
 
 
 def _finished(where: str, part: str, *, expected: str | None, found: str) -> Problem:

@@ -73,6 +73,7 @@ class _Rank:
     rank: _Count
     lines: tuple[_Line, ...]
     weights_bytes: _Count
+    payload_bytes: _Count | None = None
 
     @property
     def role_bytes(self) -> int:
@@ -83,6 +84,15 @@ class _Rank:
     def line_bytes(self) -> int:
         """Bytes of all lines that make up the weights."""
         return self._sum(WEIGHT_LINES)
+
+    def misses(self, payload: int) -> str:
+        """Return what would have been as planned, if this is not; plans of early versions tell it within bounds."""
+        least, most = self.role_bytes, self.weights_bytes
+        if self.payload_bytes is not None:
+            least = most = self.payload_bytes
+        if least <= payload <= most:
+            return ""
+        return f"{least}{f'..{most}' if most > least else ''} bytes, as planned"
 
     def _sum(self, begins: tuple[str, ...]) -> int:
         return sum(line.nbytes for line in self.lines if line.component.startswith(begins))
@@ -177,8 +187,7 @@ def _differences(plan: Planned, prepared: Prepared, recorded: Planned, where: st
         if planned is None or planned.weights_bytes != before.get(number):
             expected, found = str(before.get(number)), str(planned.weights_bytes if planned else None)
             yield Problem(where=where, what=f"weights_bytes of rank {number}", expected=expected, found=found)
-        elif not planned.role_bytes <= payload <= planned.weights_bytes:
-            expected = f"{planned.role_bytes}..{planned.weights_bytes} bytes, as planned"
+        elif expected := planned.misses(payload):
             yield Problem(where=where, what=f"written for rank {number}", expected=expected, found=f"{payload} bytes")
 
 

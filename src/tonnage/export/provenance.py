@@ -17,13 +17,15 @@ from tonnage.export.manifest import PackageError, Parallel
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from tonnage.export.comparison import Compared
     from tonnage.prepare.io import Hash
     from tonnage.prepare.journal import Identity
     from tonnage.prepare.summary import Summary
 
 PROVENANCE_SCHEMA = "tonnage.provenance/1"
 _TOPOLOGY = re.compile(r"tp([1-9]\d{0,4}) ep([1-9]\d{0,4}) pp([1-9]\d{0,4})", re.ASCII)
-_CONVERSION = {"mxfp8": {"from": ["BF16"], "codes": "F8_E4M3", "scales": "F8_E8M0 as U8", "block_elements": 32}}
+_MXFP8 = {"from": ["BF16"], "codes": "F8_E4M3", "scales": "F8_E8M0 as U8", "block_elements": 32}
+_CONVERSION = {"mxfp8": _MXFP8, "mxfp8-experts": _MXFP8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,9 @@ def read_origin(identity: Identity, *, where: str) -> Origin:
     return Origin(topology=Parallel(tp=tp, ep=ep, pp=pp), family=family, recipe=digest)
 
 
-def provenance(summary: Summary, *, hash_name: Hash, added: Collection[str], where: str) -> dict[str, Any]:
+def provenance(
+    summary: Summary, *, hash_name: Hash, added: Collection[str], where: str, compared: Compared | None = None
+) -> dict[str, Any]:
     """Return the document.
 
     Args:
@@ -64,6 +68,7 @@ def provenance(summary: Summary, *, hash_name: Hash, added: Collection[str], whe
         hash_name: Algorithm of the package's digests; those of the source keep theirs.
         added: Names of files that were put in when it was packaged.
         where: It is from.
+        compared: What was measured between the source and this, if it was.
 
     Raises:
         PackageError: A field of it is not as prepare writes it.
@@ -95,7 +100,7 @@ def provenance(summary: Summary, *, hash_name: Hash, added: Collection[str], whe
         },
         "schedule": identity.schedule,
         "conversion": _conversion(identity),
-        "numerics": _numerics(summary),
+        "numerics": _numerics(summary, compared),
     }
 
 
@@ -130,10 +135,11 @@ def _conversion(identity: Identity) -> dict[str, Any] | None:
     return {**rule, "scale_rule": identity.scale_rule, "nonfinite": identity.nonfinite}
 
 
-def _numerics(summary: Summary) -> dict[str, Any]:
-    """Return the class and, for what was converted, tensor by tensor what it cost."""
+def _numerics(summary: Summary, compared: Compared | None) -> dict[str, Any]:
+    """Return the class, for what was converted tensor by tensor what it cost, and what that does to the model."""
     table = sorted(summary.converted, key=lambda tensor: tensor.tensor)
     return {
         "class": "converted" if table else "neutral",
         "converted": [msgspec.to_builtins(tensor) for tensor in table],
+        "compared": msgspec.to_builtins(compared),
     }

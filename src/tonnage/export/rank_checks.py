@@ -20,7 +20,7 @@ from tonnage.checkpoint.skeletons import ShardHeader
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import Problem, TonnageError
 from tonnage.export.manifest import Manifest, PackagedFile
-from tonnage.formats.quantized import is_read_by_value
+from tonnage.formats.quantized import value_scales
 from tonnage.prepare.layout import rank_directory, rank_metadata
 from tonnage.prepare.reader import Cut, cuts_of, is_layer_file
 from tonnage.prepare.slots import SCHEMA, SLOTS_FILE
@@ -70,10 +70,7 @@ def header_problems(
             if metadata.get(key) != wanted[key]:
                 what, found = f"header of rank {file.rank} says {key}", metadata.get(key, "nothing")
                 yield Problem(where=file.path, what=what, expected=wanted[key], found=found)
-    for entry in shard.skeleton.tensors:
-        if is_read_by_value(entry.name, entry.dtype):
-            what = "scale of MXFP8 that engines convert by value, without an error"
-            yield Problem(where=file.path, tensor=entry.name, what=what, expected="U8", found=entry.dtype)
+    yield from scale_problems(file.path, shard)
     if file.rank is not None and (file.tensors, file.payload_bytes) != (len(shard), shard.payload_bytes):
         yield Problem(
             where=file.path,
@@ -81,6 +78,12 @@ def header_problems(
             expected=f"{file.tensors} tensors of {file.payload_bytes} bytes",
             found=f"{len(shard)} of {shard.payload_bytes}",
         )
+
+
+def scale_problems(path: str, shard: ShardHeader) -> Iterator[Problem]:
+    """Yield scales of a file that engines load without an error and wrong."""
+    scales = (entry for entry in shard.skeleton.tensors if entry.dtype == "F8_E8M0")
+    yield from value_scales(path, ((shard.real_name(entry.name), entry.dtype) for entry in scales))
 
 
 # --- one rank ---------------------------------------------------------------------------------------------------------

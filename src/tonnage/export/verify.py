@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tonnage.checkpoint.io import INDEX_LIMIT_BYTES
 from tonnage.errors import CheckpointError, PlacementError, Problem, TonnageError, UnitError
+from tonnage.export.agreement import Numerics
 from tonnage.export.contents import Checked, Scope, Standing, check_files, keep_of
 from tonnage.export.hashing import ReadRefusedError, digest_of, read_whole
 from tonnage.export.manifest import (
@@ -70,6 +71,7 @@ class Verification:
         signature_bytes: Of these, the signature's own.
         absent: Of these ranks, those of which no file is here.
         unchecked: What was not looked at, in words.
+        numerics: What the weights are to those of the source, as was signed; ``None`` if it is not verified.
         problems: Why it is not verified; those of one file name it alone.
         seconds: Wall clock.
     """
@@ -84,6 +86,7 @@ class Verification:
     signature_bytes: int = 0
     absent: tuple[int, ...] = ()
     unchecked: tuple[str, ...] = ()
+    numerics: Numerics | None = None
     problems: tuple[Problem, ...] = ()
     seconds: float = 0.0
 
@@ -173,6 +176,7 @@ def _verify(
         signature_bytes=len(raw),
         absent=checked.absent,
         unchecked=tuple(_unchecked(scope, checked.ignored)),
+        numerics=checked.numerics,
         problems=checked.problems,
     )
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from tonnage.errors import FlagsError, Problem
-from tonnage.flags.values import DraftPlan, ServePlan
+from tonnage.flags.values import DraftPlan, Layout, ServePlan
 from tonnage.memory.cache_exllamav3 import Exllamav3Cache
 from tonnage.memory.cache_sglang import SglangCache
 from tonnage.memory.cache_vllm import VllmCache
@@ -33,6 +33,8 @@ def serve_plan(  # noqa: PLR0913 - what a plan does not know of a command
     draft: DraftPlan | None = None,
     quantization: str | None = None,
     eager: bool = False,
+    layout: Layout = "hf",
+    public_key: str | None = None,
 ) -> ServePlan:
     """Return what the command is wanted for: the cache gets all that is left beside the lines at their bounds.
 
@@ -45,6 +47,8 @@ def serve_plan(  # noqa: PLR0913 - what a plan does not know of a command
         draft: How tokens are drafted.
         quantization: What the engine is told where its config does not say it.
         eager: No CUDA graphs.
+        layout: Of what is served.
+        public_key: Who must have signed it, where every rank verifies its own files.
 
     Raises:
         FlagsError: The plan does not fit, or says nothing of what is served.
@@ -82,6 +86,8 @@ def serve_plan(  # noqa: PLR0913 - what a plan does not know of a command
         draft=draft,
         quantization=quantization,
         eager=eager,
+        layout=layout,
+        public_key=public_key,
         **given,  # type: ignore[arg-type]
     )
 

@@ -65,7 +65,8 @@ class ServePlan:
         page_tokens: Tokens of a page, where the plan depends on it.
         state_slots: Slots of recurrent states: SGLang.
         draft: How tokens are drafted.
-        layout: Of a prepared checkpoint.
+        layout: Of what is served: ``tp`` is read rank by rank, by the plug-in in vLLM.
+        public_key: Who must have signed it; the plug-in verifies every rank. vLLM.
         quantization: What the engine is told, where its config does not say it.
         eager: No CUDA graphs.
         largest_capture: Largest batch with a graph.
@@ -90,6 +91,7 @@ class ServePlan:
     state_slots: int | None = None
     draft: DraftPlan | None = None
     layout: Layout = "hf"
+    public_key: str | None = None
     quantization: str | None = None
     eager: bool = False
     largest_capture: int | None = None
@@ -159,11 +161,13 @@ def common_problems(serve: ServePlan) -> Iterator[Problem]:
         yield Problem(where="memory fraction", what="out of range", expected="0.0001 to 1", found=found)
     if (serve.total_bytes or MOST) < (serve.free_bytes or 0):
         yield Problem(where="free memory", what="more than the GPU has", found=str(serve.free_bytes))
-    if serve.layout != "hf":
+    if serve.layout != "hf" and serve.engine != "vllm":
         yield Problem(
             where="layout", what="an engine reads standard checkpoints", expected="prepared with --layout hf",
             found=one_line(serve.layout),
         )  # fmt: skip
+    if serve.public_key is not None and serve.layout != "tp":
+        yield Problem(where="public key", what="only a load by ranks verifies what it reads", expected="layout tp")
     if serve.draft is not None:
         yield from _draft_problems(serve.draft)
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 NEWEST: Version = (0, 33)
 OLDEST: Version = (0, 27)
+LOAD_FORMAT = "tonnage"
+"""Of the plug-in, :mod:`tonnage.vllm_plugin`."""
 METHODS: dict[DraftMethod, str] = {
     "eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark",
     "draft-model": "draft_model", "ngram": "ngram", "suffix": "suffix",
@@ -58,6 +60,7 @@ def vllm_command(serve: ServePlan) -> ServeCommand:
         notes.append(f"prefill step lowered to {tokens}: all requests together hold no more")
     words = ["vllm", "serve", serve.model, *_topology_words(serve), "--max-model-len", str(serve.context_tokens)]
     words += ["--max-num-seqs", str(serve.concurrency), "--max-num-batched-tokens", str(tokens)]
+    words += _load_words(serve)
     words += _memory_words(serve, notes)
     if serve.page_tokens is not None:
         words += ["--block-size", str(serve.page_tokens)]
@@ -105,6 +108,16 @@ def _topology_words(serve: ServePlan) -> list[str]:
         words.append("--enable-expert-parallel")
     if topology.dcp > 1:
         words += ["--decode-context-parallel-size", str(topology.dcp)]
+    return words
+
+
+def _load_words(serve: ServePlan) -> list[str]:
+    """Return what makes vLLM read one directory per rank; nothing for a standard checkpoint."""
+    if serve.layout != "tp":
+        return []
+    words = ["--load-format", LOAD_FORMAT]
+    if serve.public_key is not None:
+        words += ["--model-loader-extra-config", json.dumps({"public_key": serve.public_key})]
     return words
 
 

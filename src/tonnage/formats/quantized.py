@@ -10,10 +10,13 @@ Sources:
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tonnage.errors import Problem, UnknownFormatError
 from tonnage.formats.storage import MODEL_DTYPE, Dim, Part, StorageFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 _OUT, _IN = Dim("out"), Dim("in")
 
@@ -52,6 +55,14 @@ def is_read_by_value(name: str, dtype: str) -> bool:
     (True, False)
     """
     return dtype == "F8_E8M0" and name.endswith(".weight_scale")
+
+
+def value_scales(where: str, tensors: Iterable[tuple[str, str]]) -> Iterator[Problem]:
+    """Yield a problem for every tensor, given as name and dtype, that is such a scale."""
+    for name, dtype in tensors:
+        if is_read_by_value(name, dtype):
+            what = "scale of MXFP8 that engines convert by value, without an error"
+            yield Problem(where=where, tensor=name, what=what, expected="U8, of the same bytes", found=dtype)
 
 
 def mxfp4(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 COMPONENT = "engine.linear_padding"
 ABSORBED = "engine.mla_absorbed"
 ABSORBED_MODULE = ".kv_b_proj"
+EMULATED = "engine.emulation"
 BF16_BYTES = 2
 SCALE_ROWS, SCALE_COLUMNS = 128, 4
 FP4_TILE = 32
@@ -159,4 +160,29 @@ def absorbed_copies(placement: Placement, pp_rank: int, tp_rank: int) -> Iterato
             bound_nbytes=most,
             basis="exact" if usual == most else "modelled",
             source="W_UK and W_UV of the rank's heads (vLLM 0.32.0 mla_attention.py)",
+        )
+
+
+def emulated_weights(placement: Placement, pp_rank: int, tp_rank: int) -> Iterator[Term]:
+    """Yield what MXFP8 weights take beyond their stored bytes where they become BF16 after loading: on a CPU.
+
+    One byte more for every code, less the scales, which are dropped.
+    """
+    more = 0
+    for placed in placement.placed:
+        if not placed.entry.fmt.name.startswith("mxfp8"):
+            continue
+        share = placed.shares[tp_rank]
+        codes, scales = (
+            sum(p.held_bytes for p, s in zip(share.pieces, placed.entry.stored, strict=True) if s.dtype in dtypes)
+            for dtypes in (("F8_E4M3",), ("U8", "F8_E8M0"))
+        )
+        more += placement.multiplicity(placed, pp_rank) * share.copies * (codes - scales)
+    if more:
+        yield Term(
+            component=EMULATED,
+            nbytes=more,
+            bound_nbytes=more,
+            basis="exact",
+            source="MXFP8 becomes BF16 after loading: no kernels for it on a CPU (docs/vllm-plugin.md)",
         )

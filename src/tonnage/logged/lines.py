@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from tonnage.logged.allocator import HeldTensors, allocator_line, held_tensors
 from tonnage.logged.experts import backend_of, expert_padding, expert_stacks
-from tonnage.logged.linears import absorbed_copies, linear_padding, quantised_linears
+from tonnage.logged.linears import absorbed_copies, emulated_weights, linear_padding, quantised_linears
 from tonnage.logged.rotary import rotary_line
 from tonnage.memory.term import Term
 from tonnage.units import MIB
@@ -84,6 +84,25 @@ def logged_lines(
     if engine == "sglang":
         lines.append(_driver_modules())
     return tuple(lines)
+
+
+def cpu_lines(
+    placement: Placement, *, pp_rank: int, tp_rank: int, engine_version: str | None = None
+) -> tuple[Term, ...]:
+    """Return what vLLM keeps of the weights on a CPU beyond the placement's bytes.
+
+    Args:
+        placement: Made by the rules of ``vllm``.
+        pp_rank: Pipeline stage.
+        tp_rank: Tensor-parallel rank.
+        engine_version: Release of the engine; ``None`` or text without a number stands for the newest known.
+    """
+    config = placement.assignment.blueprint.config
+    return (
+        *rotary_line(config, engine="vllm", version=release_of(engine_version)),
+        *absorbed_copies(placement, pp_rank, tp_rank),
+        *emulated_weights(placement, pp_rank, tp_rank),
+    )
 
 
 def _reallocated(tensors: tuple[HeldTensors, ...]) -> Iterator[Term]:

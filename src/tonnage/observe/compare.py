@@ -46,6 +46,7 @@ class PlannedCache(msgspec.Struct, frozen=True, kw_only=True):
 
     bytes_per_token_per_rank: int | None = None
     capacity_tokens: int | None = None
+    given_bytes: int | None = None
 
 
 class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +146,8 @@ def _compare_rank(rank: RankObservation, plan: PlanDocument) -> Iterable[Compari
             continue
         wanted = (*groups, "draft") if component == "weights" and not split else groups
         held = _largest(planned, wanted)
+        if component == "cache" and held is None and plan.cache.given_bytes is not None:
+            held = plan.cache.given_bytes, plan.cache.given_bytes
         if held is not None:
             yield _comparison(rank, component, entries[component].quantity, held, judged=component != "cache")
     yield from _compare_sum(rank, entries, planned)

@@ -149,9 +149,12 @@ FIGURES: dict[str, FigureSpec] = {
     "baseline": _gib("context and communication (B0)"),
     "init": _gib("used by the init of distributed groups"),
     "before_weights": _gib("free before weights", "smallest"),
+    "node_total": _gib("memory of the NUMA node", "smallest"),
     # weights
     "weights": _gib("weights"),
     "weights_summary": _gib("weights, as summed up later"),
+    "weights_read": FigureSpec(title="weights read from the files", unit=1),
+    "weights_held": FigureSpec(title="parameters of the model, as loaded", unit=1),
     "draft_weights": _gib("weights of the draft"),
     "after_weights": _gib("free after weights", "smallest"),
     # what is neither weights nor cache
@@ -159,6 +162,7 @@ FIGURES: dict[str, FigureSpec] = {
     "non_torch": _gib("outside of torch"),
     "activation_peak": _gib("activation peak"),
     "non_kv": _gib("all but the cache"),
+    "process": _gib("held by the process, its cache aside"),
     "graphs": _gib("CUDA graphs"),
     "draft_graphs": _gib("CUDA graphs of the draft"),
     "graphs_estimated": _gib("CUDA graphs as estimated"),

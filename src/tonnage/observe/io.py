@@ -7,10 +7,11 @@ import hashlib
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -68,7 +69,15 @@ def observe_log(path: str, plan_path: Path | None = None) -> Observed:
     Raises:
         ObservationError: One of them cannot be used, or the plan is for another number of ranks than the log.
     """
-    plan = None if plan_path is None else read_plan(plan_path)
+    return hold_against(path, None if plan_path is None else read_plan(plan_path))
+
+
+def hold_against(path: str, plan: PlanDocument | None) -> Observed:
+    """Return what a log says, beside a plan if there is one.
+
+    Raises:
+        ObservationError: The log cannot be used, or the plan is for another engine or number of ranks.
+    """
     observation, log = read_log(path)
     return _beside(observation, log, plan, path)
 
@@ -185,7 +194,7 @@ def read_plan(path: Path) -> PlanDocument:
     return plan_of(parse_object(raw, where=str(path), kind=ObservationError), where=str(path))
 
 
-def plan_of(document: dict[str, object], *, where: str) -> PlanDocument:
+def plan_of(document: Mapping[str, Any], *, where: str) -> PlanDocument:
     """Return what is used of a plan document that was parsed.
 
     Raises:

@@ -55,7 +55,7 @@ def _first(known: Mapping[str, Quantity], *names: str) -> tuple[Quantity | None,
 
 def _vllm(known: Mapping[str, Quantity]) -> list[_Row]:
     consumed, peak = known.get("consumed"), known.get("activation_peak")
-    weights, weights_of = _first(known, "weights", "weights_summary")
+    weights, weights_of = _first(known, "weights", "weights_summary", "weights_held")
     graphs, graphs_of = _first(known, "graphs", "graphs_estimated")
     cache, cache_of = _first(known, "kv_in_use", "kv_reserved", "kv_budget")
     if consumed is None:

@@ -44,6 +44,7 @@ def row(observation: Observation, *, gpu: str | None = None) -> dict[str, Value]
         "block_size": _count(figures, "attention_block_tokens") or _count(settings, "block_size"),
         "draft": _text(settings, "draft"),
         "weights_gib_per_gpu": _quantity(figures, "weights", "weights_summary"),
+        "weights_bytes_per_rank": _count(figures, "weights_held"),
         "draft_weights_gib_per_gpu": _quantity(figures, "draft_weights"),
         "kv_available_gib": _quantity(figures, "kv_available", "kv_budget", "kv_reserved")
         or _pools(figures)

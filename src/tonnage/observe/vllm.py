@@ -130,16 +130,40 @@ _PATTERNS = (
     pattern("maximum model length is", rf"estimated maximum model length is {figure('kv_est_max_len')}"),
 )
 
+_CPU_PATTERNS = (
+    pattern(
+        "bytes in",
+        rf"read {figure('weights_read')} bytes in \d{{1,12}} tensors, planned \d{{1,18}}, in [\d.]{{1,12}} s, "
+        rf"(?:not )?verified; the model holds {figure('weights_held')}, of these",
+    ),
+    pattern(
+        "GiB for KV cache on node",
+        rf"Explicitly set \({figure('kv_reserved')}/{figure('node_total')}\) GiB for KV cache on node",
+    ),
+    pattern(
+        "GiB for KV cache on node",
+        rf"Auto set \({figure('kv_budget')}/{figure('node_total')}\) GiB for KV cache on node",
+    ),
+    pattern("was consumed by non-kv usages", rf"{figure('process')} GiB memory was consumed by non-kv usages"),
+    refusal("less than desired CPU memory utilization", "less memory is free than the utilization asks for"),
+    refusal("less than requested memory for kv", "less memory is free than the cache asks for"),
+)
+"""What the plug-in of this program says, and vLLM's worker on a CPU, where no line says what weights take.
+
+Source: tonnage/vllm_plugin/loader.py; vllm 0.32.0 v1/worker/cpu_worker.py.
+"""
+
 _MARKERS = (
-    "GiB", "LLM engine (v", "vLLM API server version", "non-default args", "KV cache size:", "Maximum concurrency for",
-    "--kv-cache-memory=", "cache memory in use", "attention block size", "Padding mamba page size", "padding layers",
-    "Auto-fit max_model_len", "No available memory for the cache blocks", "max seq len (", "maximum model length is",
+    "GiB", "bytes in", "LLM engine (v", "vLLM API server version", "non-default args", "KV cache size:",
+    "Maximum concurrency for", "--kv-cache-memory=", "cache memory in use", "attention block size",
+    "Padding mamba page size", "padding layers", "Auto-fit max_model_len", "No available memory for the cache blocks",
+    "max seq len (", "maximum model length is",
 )  # fmt: skip
 """Short texts of which every line above holds at least one."""
 
 VLLM = EngineLog(
     name="vllm",
-    patterns=_PATTERNS,
+    patterns=(*_PATTERNS, *_CPU_PATTERNS),
     markers=_MARKERS,
     starts=("vLLM API server version", "LLM engine (v"),
     again=("Model loading took", ("kv_budget", "refusal")),

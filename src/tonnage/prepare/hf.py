@@ -15,10 +15,11 @@ from tonnage.checkpoint.config import parse_config
 from tonnage.checkpoint.quant import QuantScheme, parse_quantization
 from tonnage.errors import Problem, TonnageError, UnknownFormatError, raise_if_any
 from tonnage.formats.quantized import MX_BLOCK
-from tonnage.prepare.hf_names import holders, is_plain, regexes, wildcards
+from tonnage.prepare.hf_names import holders, is_plain, regexes, tied_heads, wildcards
 from tonnage.recipes.blueprint import Module, blueprint_of
 
-QuantStyle = Literal["compressed-tensors", "modelopt"]
+QuantStyle = Literal["compressed-tensors", "modelopt", "mxfp8"]
+"""Whose words a config states MXFP8 in; ``mxfp8`` is what SGLang calls it by itself."""
 CONFIG_FILE = "config.json"
 HF_QUANT_FILE = "hf_quant_config.json"
 """Stays behind where the config states a conversion: it would contradict."""
@@ -35,6 +36,9 @@ _WEIGHTS = {
     "num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": MX_BLOCK, "dynamic": False,
     "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
 }  # fmt: skip
+
+_FP8_CACHE = {"num_bits": 8, "type": "float", "dynamic": False}
+"""What config.json calls the ``kv_cache_quant_algo`` FP8 of hf_quant_config.json."""
 
 _Fields = dict[str, Any]
 
@@ -82,6 +86,8 @@ def _statement(assignment: Assignment, stated: _Fields | None, style: QuantStyle
     if style == "modelopt" and scheme.method in ("modelopt", "modelopt_mixed"):
         beside = config.hf_quant.get("quantization") if config.hf_quant else None
         return _modelopt_mixed(assignment, stated or beside or {})
+    if style == "mxfp8" and scheme.method == "none":
+        return _mxfp8(assignment)
     if style == "compressed-tensors" and scheme.method == "none":
         return _compressed_tensors(assignment, {"config_groups": {}})
     if style == scheme.method == "compressed-tensors" and stated is not None:
@@ -110,7 +116,12 @@ def _compressed_tensors(assignment: Assignment, stated: _Fields) -> _Fields:
         for key, group in stated["config_groups"].items()
     }
     targets = ["Linear"] if not before else sorted(regexes(assignment, lambda entry: bool(entry.converted_from)))
-    return {**stated, **compressed_tensors_statement(targets, sorted(regexes(assignment, is_plain)), before)}
+    return {
+        **stated,
+        **compressed_tensors_statement(
+            targets, sorted({*regexes(assignment, is_plain), *tied_heads(assignment)}), before
+        ),
+    }
 
 
 def compressed_tensors_statement(
@@ -134,18 +145,38 @@ def compressed_tensors_statement(
 
 
 def _modelopt(assignment: Assignment) -> _Fields:
-    """Everything but what is excluded.
+    """Everything but what is ignored: the ``exclude_modules`` of hf_quant_config.json have this name in config.json.
 
     Source:
-        nvidia-modelopt 0.47.0 export; vLLM 0.33.0 asks for the last two keys.
+        nvidia-modelopt 0.47.0 export; vLLM 0.32.0 ``quantization/modelopt.py`` (``from_config``).
     """
     return {
         "quant_method": "modelopt",
         "quant_algo": "MXFP8",
         "group_size": MX_BLOCK,
-        "kv_cache_quant_algo": None,
-        "exclude_modules": sorted(wildcards(assignment)),
+        "ignore": sorted({*wildcards(assignment), *tied_heads(assignment)}),
     }
+
+
+def _mxfp8(assignment: Assignment) -> _Fields:
+    """Everything but what is ignored by its full name: of fused layers their parts, of routed experts what holds them.
+
+    Source:
+        SGLang 0.5.23 ``layers/quantization/fp8.py`` (``Fp8Config.from_config``), ``quantization/utils.py``
+        (``is_layer_skipped``).
+    """
+    plain = {name for entry in assignment.entries if is_plain(entry) for name in holders(entry)}
+    return {
+        "quant_method": "mxfp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [1, MX_BLOCK],
+        "ignored_layers": sorted({*plain, *tied_heads(assignment)}),
+    }
+
+
+def scale_suffix(style: QuantStyle) -> str:
+    """Return what the scales of a converted weight are called in a checkpoint of this style; they are no inverses."""
+    return ".weight_scale_inv" if style == "mxfp8" else ".weight_scale"
 
 
 def _modelopt_mixed(assignment: Assignment, source: Mapping[str, Any]) -> _Fields:
@@ -167,12 +198,13 @@ def _modelopt_mixed(assignment: Assignment, source: Mapping[str, Any]) -> _Field
                 elif not before:
                     layers[name] = own
     kept = {key: source.get(key) for key in ("kv_cache_scheme", "producer") if key in source}
+    if source.get("kv_cache_quant_algo") == "FP8":
+        kept.setdefault("kv_cache_scheme", dict(_FP8_CACHE))
     return {
         **kept,
         "quant_method": "modelopt",
         "quant_algo": "MIXED_PRECISION",
-        "kv_cache_quant_algo": source.get("kv_cache_quant_algo"),
-        "exclude_modules": sorted(wildcards(assignment)),
+        "ignore": sorted({*wildcards(assignment), *tied_heads(assignment)}),
         "quantized_layers": dict(sorted(layers.items())),
     }
 

@@ -19,6 +19,18 @@ def is_plain(entry: Assigned) -> bool:
     return entry.module.rule.is_linear and entry.fmt.is_plain and entry.module.rule.role != "embedding"
 
 
+def tied_heads(assignment: Assignment) -> Iterator[str]:
+    """Yield output heads that are the embedding and not stored: linear layers all the same to whoever builds the model.
+
+    Source:
+        transformers 5.19.0 with compressed-tensors 0.17.0: one that is not ignored gets scales, which are missing.
+    """
+    stored = {entry.module.rule.pattern for entry in assignment.entries}
+    for module in assignment.blueprint.modules:
+        if module.rule.role == "head" and module.rule.is_linear and module.rule.pattern not in stored:
+            yield module.rule.pattern
+
+
 def _chosen(
     assignment: Assignment, chosen: Callable[[Assigned], bool]
 ) -> Iterator[tuple[Module, tuple[int, ...] | None]]:
@@ -67,11 +79,16 @@ def _as_regex(pattern: str, first: str) -> str:
 
 
 def wildcards(assignment: Assignment) -> Iterator[str]:
-    """Yield names as modelopt excludes them: an entry without ``*`` also matches inside other names."""
+    """Yield names as modelopt excludes them: an entry without ``*`` also matches inside other names.
+
+    Engines ask for routed experts by the name of what holds them.
+    """
     taken = [entry.module.rule.pattern for entry in assignment.entries if not is_plain(entry)]
     for module, layers in _chosen(assignment, is_plain):
+        around, found, _ = module.rule.pattern.partition(".experts.")
+        pattern = f"{around}.experts*" if found and module.rule.is_routed else module.rule.pattern
         for layer in layers if layers is not None else ("*",):
-            name = _INDEX.sub("*", _INDEX.sub(str(layer), module.rule.pattern, count=1))
+            name = _INDEX.sub("*", _INDEX.sub(str(layer), pattern, count=1))
             inside = "*" not in name and (layer != "*" or any(name in other for other in taken))
             yield f"*{name}" if inside else name
 

@@ -9,6 +9,7 @@ from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
 
+from tonnage.assignment import Assigned
 from tonnage.checkpoint.io import CheckpointHeaders, as_source, digest_headers
 from tonnage.errors import PlacementError, Problem
 from tonnage.placement import Placement
@@ -115,7 +116,6 @@ def prepare_placement(  # noqa: PLR0913 - the values of all earlier stages
         window_bytes=options.window_bytes,
     )
     topology = placement.topology
-    converts = any(entry.converted_from for entry in placement.assignment.entries)
 
     def identity(sources: tuple[FileFacts, ...], schedule_digest: str) -> Identity:
         return Identity(
@@ -125,7 +125,7 @@ def prepare_placement(  # noqa: PLR0913 - the values of all earlier stages
             recipe=f"{placement.assignment.blueprint.recipe.family} {_recipes_digest()}",
             topology=f"tp{topology.tp} ep{topology.ep} pp{topology.pp}",
             engine=placement.engine.name,
-            convert="mxfp8" if converts else "none",
+            convert=_conversion(placement.assignment.entries),
             scale_rule=options.scale_rule,
             nonfinite=options.nonfinite,
             layout=options.layout,
@@ -152,6 +152,12 @@ def prepare_placement(  # noqa: PLR0913 - the values of all earlier stages
     return preparation
 
 
+def _conversion(entries: Sequence[Assigned]) -> str:
+    """Return what is converted, in the words of the command."""
+    roles = {entry.module.rule.role for entry in entries if entry.converted_from}
+    return "none" if not roles else "mxfp8-experts" if "expert" in roles else "mxfp8"
+
+
 def _other_engine(engine: str, problems: Sequence[Problem]) -> Iterator[Problem]:
     """Yield the way out where an engine makes something else of tensors while it loads."""
     if engine != "split" and any(problem.what.startswith(NOT_THE_SLICE) for problem in problems):
@@ -162,8 +168,8 @@ def _other_engine(engine: str, problems: Sequence[Problem]) -> Iterator[Problem]
 def _planned_bytes(placement: Placement, rank: int, layout: OutputLayout) -> int:
     """Return the weight bytes of a rank. In layout ``hf`` the container comes along as it is, in no rank's files."""
     pp_rank, tp_rank = divmod(rank, placement.topology.tp)
-    slots = placement.slot_bytes(pp_rank, tp_rank) if layout == "tp" else 0
-    return placement.module_bytes(pp_rank, tp_rank) + slots
+    nbytes = placement.payload_bytes if layout == "tp" else placement.file_bytes
+    return nbytes(pp_rank, tp_rank)
 
 
 def _check_unchanged(source: Source, headers: CheckpointHeaders, digest: str) -> None:

@@ -12,15 +12,17 @@ from functools import partial
 from typing import Generic, Literal, TypeVar, overload
 
 from tonnage.checkpoint.skeletons import ShardHeader
-from tonnage.errors import CheckpointError, PlacementError, Problem, raise_if_any
+from tonnage.errors import CheckpointError, PlacementError, Problem, UnknownFormatError, raise_if_any
+from tonnage.formats.quantized import value_scales
 from tonnage.placement import Placement
 from tonnage.prepare.finder import Finder
-from tonnage.prepare.hf import CONFIG_FILE, HF_QUANT_FILE, QuantStyle, config_bytes
+from tonnage.prepare.hf import CONFIG_FILE, HF_QUANT_FILE, QuantStyle, config_bytes, scale_suffix
 from tonnage.prepare.jobs import ScaleRule, Schedule, WholeFile
 from tonnage.prepare.layout import rank_directory
 from tonnage.prepare.shard_jobs import ShardJobs, Taken, cut_into_spans
 from tonnage.prepare.slots import SLOTS_FILE, SlotJobs, slot_jobs
 from tonnage.sources.model import INDEX_FILE
+from tonnage.topology import Engine
 
 MOST_JOB_BYTES = 4 << 30
 LEAST_JOB_BYTES = 256 << 20
@@ -28,6 +30,8 @@ JOBS_AT_LEAST = 8
 """A checkpoint is cut into at least this many jobs, so that the workers share it, unless they became small."""
 OutputLayout = Literal["tp", "hf"]
 """One directory per rank, or an unsharded standard checkpoint."""
+AS_STORED: Engine = "split"
+"""The engine by whose rules one rank holds the tensors of the checkpoint, and nothing else."""
 
 _T = TypeVar("_T")
 
@@ -78,10 +82,12 @@ def make_schedule(  # noqa: PLR0913 - all that a preparation can be asked for
         PlacementError: A tensor cannot be cut as the ranks hold it, the layout does not suit the topology, or a rank is
             none of it.
         CheckpointError: A tensor was not placed, or a placed one is missing.
-        UnknownFormatError: The config of layout ``hf`` cannot state how tensors are stored.
+        UnknownFormatError: The config of layout ``hf`` cannot state how tensors are stored, or scales are of a dtype
+            that engines convert by value.
     """
     topology = placement.topology
     raise_if_any(PlacementError, _request_problems(placement, layout, ranks))
+    raise_if_any(UnknownFormatError, value_scales("checkpoint", _stored(placement)))
     chosen = tuple(range(topology.world_size)) if ranks is None else tuple(sorted(set(ranks)))
     slots = slot_jobs(placement, shards)
     beside = frozenset(layer.file for layer in slots.container.manifest.layers) if slots else frozenset()
@@ -96,6 +102,7 @@ def make_schedule(  # noqa: PLR0913 - all that a preparation can be asked for
         ranks=frozenset(chosen),
         sharded=layout == "tp",
         scale_rule=scale_rule,
+        scale_suffix=scale_suffix(quant_style if layout == "hf" else "compressed-tensors"),
     )
     jobs = [partial(shard_jobs.job, n) for n, span in enumerate(spans) if not span.ranks.isdisjoint(chosen)]
     files = [partial(_index, shard_jobs, rank) for rank in chosen]
@@ -145,6 +152,15 @@ def _request_problems(placement: Placement, layout: OutputLayout, ranks: Collect
     if layout == "hf" and world > 1:
         expected, found = "--tp 1 --pp 1", f"--tp {placement.topology.tp} --pp {placement.topology.pp}"
         yield Problem(where="--layout hf", what="is one unsharded checkpoint", expected=expected, found=found)
+    if layout == "hf" and placement.engine.name != AS_STORED:
+        what = "has the shapes of the checkpoint, as every engine loads it"
+        yield Problem(where="--layout hf", what=what, expected=f"engine {AS_STORED}", found=placement.engine.name)
+
+
+def _stored(placement: Placement) -> Iterator[tuple[str, str]]:
+    """Yield the name, for all layers, and the dtype of every kind of tensor."""
+    for entry in placement.assignment.entries:
+        yield from ((entry.module.rule.pattern + tensor.suffix, tensor.dtype) for tensor in entry.stored)
 
 
 def _check_bytes(placement: Placement, taken: Taken) -> None:
@@ -155,7 +171,7 @@ def _check_bytes(placement: Placement, taken: Taken) -> None:
     """
     tp = placement.topology.tp
     for rank in range(placement.topology.world_size):
-        planned = placement.module_bytes(*divmod(rank, tp))
+        planned = placement.file_bytes(*divmod(rank, tp))
         if taken.rank_bytes(rank) != planned:
             what = f"rank {rank} does not take what is planned: these are not the headers that were placed"
             found = f"{taken.rank_bytes(rank)} bytes"

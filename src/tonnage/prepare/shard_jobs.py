@@ -86,6 +86,7 @@ class ShardJobs:
         ranks: Those that are prepared.
         sharded: One directory per rank; otherwise the one rank's files stand at the top.
         scale_rule: Of converted tensors.
+        scale_suffix: What their scales are called behind the name of the module.
     """
 
     finder: Finder
@@ -94,6 +95,7 @@ class ShardJobs:
     ranks: frozenset[int]
     sharded: bool
     scale_rule: ScaleRule
+    scale_suffix: str = ".weight_scale"
 
     def job(self, number: int) -> Job:
         """Return the job of a span."""
@@ -120,7 +122,7 @@ class ShardJobs:
             file = self._file_name(number)
             for found, name in self._found(span) if rank in span.ranks else ():
                 if pp_rank in found.pp_ranks and found.parts.taken_by(tp_rank, found.expert):
-                    weight_map.update((output, file) for output, _ in _outputs(name, found.parts))
+                    weight_map.update((output, file) for output, _ in self._outputs(name, found.parts))
                     total += found.parts.nbytes(tp_rank)
         return index_bytes(weight_map, total)
 
@@ -136,21 +138,23 @@ class ShardJobs:
                     shape=entry.shape,
                     begin=span.shard.data_begin + entry.begin,
                 )
-                yield Packed(source=source, outputs=_outputs(name, found.parts), taken=taken)
+                yield Packed(source=source, outputs=self._outputs(name, found.parts), taken=taken)
 
     def _found(self, span: Span) -> Iterator[tuple[Found, str]]:
         tensors = span.shard.skeleton.tensors
         for found in self.finder.find(span.shard, span.begin, span.end):
             yield found, span.shard.real_name(tensors[found.position].name)
 
+    def _outputs(self, name: str, parts: TensorParts) -> tuple[tuple[str, str], ...]:
+        """Return name and dtype of what is written for a tensor."""
+        module = name.removesuffix(parts.suffix)
+        suffixes = [suffix for suffix, _ in parts.outputs]
+        if parts.convert:
+            suffixes[1] = self.scale_suffix
+        return tuple((module + suffix, dtype) for suffix, (_, dtype) in zip(suffixes, parts.outputs, strict=True))
+
     def _file_name(self, number: int) -> str:
         return file_name(number + 1, len(self.spans))
 
     def _metadata(self, rank: int) -> dict[str, str]:
         return rank_metadata(self.topology, rank) if self.sharded else plain_metadata()
-
-
-def _outputs(name: str, parts: TensorParts) -> tuple[tuple[str, str], ...]:
-    """Return name and dtype of what is written for a tensor."""
-    module = name.removesuffix(parts.suffix)
-    return tuple((module + suffix, dtype) for suffix, dtype in parts.outputs)

@@ -2,7 +2,7 @@
 
 A placement says which elements of a logical axis a rank holds. Here that becomes ranges of a stored axis, exactly: a
 range that does not begin and end on whole stored indices is refused, and so is a tensor of which an engine keeps other
-bytes than its slice and zeros behind it.
+bytes than its slice and zeros behind it, unless it makes them by copying these.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _part(placed: Placed, number: int, share: Share) -> Part | Problem | None:
     stored, piece = placed.entry.stored[number], share.pieces[number]
     if piece.slice_bytes == piece.held_bytes == 0 < stored.nbytes:
         return None
-    if piece.held_bytes != piece.slice_bytes + piece.zero_bytes:
+    if piece.held_bytes != piece.file_bytes and not piece.copied:
         what = f"{NOT_THE_SLICE}: {piece.why or 'another shape'}"
         return _problem(placed, stored, what, f"{piece.slice_bytes} bytes", f"{piece.held_bytes} bytes")
     axis = _cut_axis(stored, share, piece)
@@ -176,9 +176,9 @@ def _ranges_part(placed: Placed, stored: Stored, piece: Piece, axis: int, ranges
     before, behind = stored.shape[:axis], stored.shape[axis + 1 :]
     shape = (*before, piece.shape[axis] if piece.zero_bytes else taken, *behind)
     nbytes = payload_bytes(stored.dtype, shape)
-    if nbytes != piece.held_bytes:
+    if nbytes != piece.file_bytes:
         what = "the slice has another size than planned"
-        return _problem(placed, stored, what, f"{piece.held_bytes} bytes", f"{nbytes} bytes")
+        return _problem(placed, stored, what, f"{piece.file_bytes} bytes", f"{nbytes} bytes")
     zeros = payload_bytes(stored.dtype, (shape[axis] - taken, *behind))
     return Part(axis=axis, ranges=ranges, shape=shape, zero_bytes=zeros, note=_note(axis, ranges, stored.shape))
 

@@ -55,6 +55,7 @@ def plan_document(
         "options": list(options),
         "checkpoint": _named(checkpoint),
         "engine": request.engine,
+        "device": request.device,
         "estimator": request.estimator,
         "topology": _topology(request),
         "profile": {
@@ -71,6 +72,7 @@ def plan_document(
                 "rank": ledger.rank,
                 "lines": [_line(line) for line in ledger.lines],
                 "weights_bytes": ledger.weights_bytes,
+                "payload_bytes": _payload_bytes(plan, ledger.rank),
                 "fixed_bytes": ledger.fixed_bytes,
                 "expected_bytes": ledger.expected_bytes,
                 "cache_bytes": ledger.cache_bytes,
@@ -93,6 +95,13 @@ def plan_document(
         "cache_growth": cache_growth(plan) if growth else [],
         "numerics": numerics(plan),
     }
+
+
+def _payload_bytes(plan: Plan, rank: int) -> int | None:
+    """Return what `prepare` writes of a rank: what an engine converts as stored, and nothing it adds."""
+    if plan.placement is None:
+        return None
+    return plan.placement.payload_bytes(*divmod(rank, plan.placement.topology.tp))
 
 
 def cache_document(plan: Plan) -> dict[str, Any]:

@@ -44,9 +44,24 @@ def observe_document(observed: Observed, *, gpu: str | None = None) -> dict[str,
     }
 
 
-def observation_record(observed: Observed, *, gpu: str | None) -> dict[str, Any]:
-    """Return what ``observe --save`` writes, which calibrations are fitted to."""
-    return {"schema": OBSERVATION_SCHEMA, "tonnage_version": __version__, **_facts(observed, gpu)}
+def observation_record(
+    observed: Observed, *, gpu: str | None, config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what ``observe --save`` writes, which calibrations are fitted to.
+
+    Args:
+        observed: What the log says.
+        gpu: Name of the GPU, which no log says.
+        config: config.json of the model, where it is at hand: terms are fitted to its shape.
+    """
+    record = {
+        "schema": OBSERVATION_SCHEMA,
+        "tonnage_version": __version__,
+        "id": f"log-{observed.log.sha256[:16]}",
+        "source": "a log read by tonnage observe",
+        **_facts(observed, gpu),
+    }
+    return record if config is None else {**record, "config": dict(config)}
 
 
 def observation_table(observed: Observed) -> RenderableType:

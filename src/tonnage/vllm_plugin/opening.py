@@ -13,7 +13,7 @@ from tonnage.errors import Problem, TonnageError, raise_if_any
 from tonnage.export.manifest import MANIFEST_LIMIT_BYTES, parse_manifest
 from tonnage.export.signature import PublicKey
 from tonnage.export.verify import VerifyRequest, verify_package
-from tonnage.formats.quantized import is_read_by_value
+from tonnage.formats.quantized import value_scales
 from tonnage.prepare.documents import MANIFEST, SUMMARY
 from tonnage.prepare.layout import rank_directory
 from tonnage.prepare.output_dir import JOURNAL_FILE, is_package
@@ -148,7 +148,4 @@ def _tensor_problems(view: RankView, folder: str) -> Iterator[Problem]:
     """Yield what vLLM would load without an error and compute nonsense with, or cannot load at all."""
     if layers := layer_files(view.directory):
         yield Problem(where=f"{folder}/{layers[0]}", what="experts in an exl3-v1 container, which vLLM does not load")
-    for name, tensor in view.tensors.items():
-        if is_read_by_value(name, tensor.dtype):
-            what = "scale of MXFP8 that vLLM would convert by value, without an error"
-            yield Problem(where=folder, tensor=name, what=what, expected="U8", found=tensor.dtype)
+    yield from value_scales(folder, ((name, tensor.dtype) for name, tensor in view.tensors.items()))

@@ -1,0 +1,1 @@
+"""Serving what was planned: what is served, the engine's command and process, and how it ended."""

@@ -1,0 +1,129 @@
+"""An engine as a process of its own group: started, listened to, ended whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from tonnage.errors import Problem, TonnageError
+from tonnage.observe.io import whole_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from tonnage.serve.log import BoundedLog
+
+_BLOCK_BYTES = 1 << 16
+_STEP_SECONDS = 0.05
+_LEFT_SECONDS = 5.0
+
+
+class EngineError(TonnageError):
+    """The engine cannot be started, or did not serve."""
+
+
+class EngineProcess:
+    """One engine. Its output goes to a log and nowhere else unless somebody wants the lines.
+
+    It is a session of its own: a Ctrl-C on the terminal reaches this program only, which then ends all of the engine.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        log: BoundedLog,
+        on_line: Callable[[str], None] | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            words: Program and arguments.
+            environment: All of it.
+            log: Gets what it says.
+            on_line: Told every line as well, from another thread.
+
+        Raises:
+            EngineError: There is no such program, or it cannot be run.
+        """
+        self._log, self._on_line = log, on_line
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - words, no shell
+                list(words),
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            found = error.strerror if isinstance(error, OSError) else str(error)
+            raise EngineError(Problem(where=words[0], what="cannot be started", found=found)) from error
+        self._heard = time.monotonic()
+        self._listener = threading.Thread(target=self._listen, name="engine output", daemon=True)
+        self._listener.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the first process, which leads the group."""
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """Return how it ended, negative by a signal; ``None`` while it runs."""
+        return self._process.poll()
+
+    def wait_quiet(self, quiet_seconds: float, most_seconds: float) -> None:
+        """Wait until nothing was said for a moment."""
+        end = time.monotonic() + most_seconds
+        while time.monotonic() < end and time.monotonic() - self._heard < quiet_seconds and self._listener.is_alive():
+            time.sleep(_STEP_SECONDS)
+
+    def end(self, grace_seconds: float, hurried: Callable[[], bool] = lambda: False) -> None:
+        """End every process of the group: asked first, killed when the grace is over.
+
+        Args:
+            grace_seconds: How long it may take to finish by itself.
+            hurried: Whether somebody no longer wants to wait.
+        """
+        if self.exit_code() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+            end = time.monotonic() + grace_seconds
+            while self.exit_code() is None and time.monotonic() < end and not hurried():
+                time.sleep(_STEP_SECONDS)
+        self._end_group(hurried)
+        self._process.wait()
+        self._listener.join(_LEFT_SECONDS)
+
+    def _end_group(self, hurried: Callable[[], bool]) -> None:
+        """Kill what the leader left behind, after a moment to follow it: whatever lives can still say something."""
+        end = time.monotonic() + (_LEFT_SECONDS if self.exit_code() is not None else 0)
+        while self._listener.is_alive() and time.monotonic() < end and not hurried():
+            time.sleep(_STEP_SECONDS)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _listen(self) -> None:
+        blocks = self._blocks()
+        if self._on_line is None:
+            for _ in blocks:
+                pass
+            return
+        for block in whole_lines(blocks):
+            for line in block.replace(b"\r", b"\n").split(b"\n"):
+                if line.strip():
+                    self._on_line(line.decode("utf-8", "replace"))
+
+    def _blocks(self) -> Iterator[bytes]:
+        """Yield what the engine says, when it is in the log; until no process of it can say anything."""
+        assert self._process.stdout is not None
+        with self._process.stdout as pipe:
+            while block := os.read(pipe.fileno(), _BLOCK_BYTES):
+                self._heard = time.monotonic()
+                self._log.write(block)
+                yield block

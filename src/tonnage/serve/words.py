@@ -1,0 +1,175 @@
+"""The words an engine is started with, its environment, and what a user may add to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tonnage.errors import FlagsError, Problem, raise_if_any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tonnage.flags.values import ServeCommand
+    from tonnage.topology import Device
+
+OWNED = {
+    "--model": "PACKAGE", "--load-format": "PACKAGE", "--quantization": "PACKAGE", "--dtype": "PACKAGE",
+    "--model-loader-extra-config": "--key", "--tensor-parallel-size": "--tp", "--pipeline-parallel-size": "--pp",
+    "--decode-context-parallel-size": "--dcp", "--enable-expert-parallel": "--ep", "--max-model-len": "--context",
+    "--max-num-seqs": "--profile", "--max-num-batched-tokens": "--profile", "--kv-cache-dtype": "--kv-dtype",
+    "--kv-cache-memory-bytes": "--kv-bytes", "--gpu-memory-utilization": "--utilization",
+    "--device-memory-utilization": "--utilization", "--enforce-eager": "--eager",
+    "--speculative-config": "--draft", "--spec-method": "--draft-method", "--spec-model": "--draft",
+    "--spec-tokens": "--draft-tokens", "--host": "--host", "--port": "--port", "--served-model-name": "--name",
+}  # fmt: skip
+"""Flags that follow from the plan, and the option that says the same."""
+UNPLANNED = (
+    "--config", "--hf-overrides", "--hf-config-path", "--config-format", "--model-class-overrides", "--model-impl",
+    "--quantization-config", "--additional-config", "--block-size", "--num-gpu-blocks-override", "--cpu-offload-gb",
+    "--cpu-offload-params", "--kv-cache-dtype-skip-layers", "--kv-transfer-config", "--weight-transfer-config",
+    "--prefill-context-parallel-size", "--enable-lora", "--enable-eplb", "--enable-dbo", "--enable-elastic-ep",
+    "--enable-sleep-mode", "--compilation-config", "--optimization-level", "--performance-mode",
+    "--cudagraph-capture-sizes", "--max-cudagraph-capture-size", "--disable-hybrid-kv-cache-manager",
+    "--mm-ipc-gpu-memory-gb", "--runner",
+    "--worker-cls", "--device-ids", "--distributed-executor-backend", "--nnodes", "--node-rank", "--headless",
+    "--api-server-count", "--uds", "--ssl-keyfile", "--ssl-certfile", "--root-path", "--log-config-file", "--log-level",
+    "--logging-config", "--aggregate-engine-logging",
+)  # fmt: skip
+"""Flags under which the engine would hold other bytes than planned, run elsewhere, or not say what it holds."""
+UNPLANNED_FAMILIES = ("--data-parallel", "--offload-", "--kv-offloading-", "--mamba-")
+_SHORT = {
+    "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size", "-ep": "--enable-expert-parallel",
+    "-q": "--quantization", "-sc": "--speculative-config", "-cc": "--compilation-config", "-O": "--compilation-config",
+    "-n": "--nnodes", "-r": "--node-rank", "-asc": "--api-server-count",
+}  # fmt: skip
+REMOTE_CODE = "--trust-remote-code"
+_OVERRIDES = ("VLLM_CPU_KVCACHE_SPACE",)
+"""Variables by which an engine would take another cache than it is told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """How an engine is started.
+
+    Attributes:
+        words: Program and what stands before the model.
+        names_model: Whether the model stands behind ``--model``.
+        release: Its version, if it is installed beside this program.
+        device: What it was built for.
+    """
+
+    words: tuple[str, ...]
+    names_model: bool = False
+    release: str | None = None
+    device: Device = "gpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where the engine answers: ``host`` and ``port`` as it is told, ``name`` of the model."""
+
+    host: str
+    port: int
+    name: str
+
+    @property
+    def asked_host(self) -> str:
+        """The host to ask whether it is ready: this machine, where it listens on all addresses."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)  # noqa: S104 - compared
+
+    @property
+    def url(self) -> str:
+        """What clients are told."""
+        host = f"[{self.asked_host}]" if ":" in self.asked_host else self.asked_host
+        return f"http://{host}:{self.port}"
+
+
+def engine_words(command: ServeCommand, program: Program, address: Address, extra: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of the process.
+
+    Args:
+        command: ``vllm serve MODEL`` and its flags, :func:`tonnage.flags.vllm.vllm_command`.
+        program: How this machine starts it.
+        address: Where it is to answer.
+        extra: Passed on behind them.
+
+    Raises:
+        FlagsError: An extra word says what the plan says, or a name is none; all problems at once.
+    """
+    raise_if_any(FlagsError, (*_name_problems(address.name), *_extra_problems(extra)))
+    _, _, model, *flags = command.words
+    named = ("--model", model) if program.names_model else (model,)
+    where = ("--host", address.host, "--port", str(address.port), "--served-model-name", address.name)
+    return (*program.words, *named, *flags, *where, *extra)
+
+
+def engine_environment(environment: Mapping[str, str], gpus: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment of the process.
+
+    Nothing is imported from the directory it is started in, nothing is asked of a hub unless the user's own environment
+    says so, and the log says its figures.
+
+    Args:
+        environment: Of this process.
+        gpus: Which GPUs of the driver it may use; none to leave that to the environment.
+    """
+    kept = {name: value for name, value in environment.items() if name not in _OVERRIDES}
+    kept["PYTHONSAFEPATH"] = "1"
+    kept["PYTHONUNBUFFERED"] = "1"
+    kept.setdefault("HF_HUB_OFFLINE", "1")
+    kept["VLLM_CONFIGURE_LOGGING"] = "1"
+    if kept.get("VLLM_LOGGING_LEVEL", "INFO").upper() != "DEBUG":
+        kept["VLLM_LOGGING_LEVEL"] = "INFO"
+    if gpus:
+        kept |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return kept
+
+
+def overridden(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return variables that are set and not passed on."""
+    return tuple(name for name in _OVERRIDES if environment.get(name))
+
+
+def runs_remote_code(extra: Sequence[str]) -> bool:
+    """Whether the engine is asked to execute what is in the model's directory."""
+    return any(_matches(flag, REMOTE_CODE) for flag in map(_flag, extra) if flag)
+
+
+def _name_problems(name: str) -> Iterator[Problem]:
+    if not name or name.startswith("-") or not name.isprintable():
+        found = repr(name)
+        yield Problem(where="--name", what="no name of a model", expected="printable, no dash first", found=found)
+
+
+def _extra_problems(extra: Sequence[str]) -> Iterator[Problem]:
+    for word in extra:
+        flag = _flag(word)
+        if not flag:
+            continue
+        owner = next((option for owned, option in OWNED.items() if _matches(flag, owned)), None)
+        if owner is not None:
+            yield Problem(where=word, what="follows from the plan", expected=owner)
+        elif flag.startswith(UNPLANNED_FAMILIES) or any(_matches(flag, name) for name in UNPLANNED):
+            yield Problem(where=word, what="would serve something else than was planned")
+
+
+def _flag(word: str) -> str:
+    """Return the flag a word is, spelled out; empty for a value.
+
+    >>> _flag("--max_model_len=8"), _flag("--no-enable-lora"), _flag("-tp=2"), _flag("-O3"), _flag("8"), _flag("-1")
+    ('--max-model-len', '--enable-lora', '--tensor-parallel-size', '--compilation-config', '', '')
+    """
+    name = word.partition("=")[0].partition(".")[0]
+    if name.startswith("--"):
+        name = name.replace("_", "-")
+        return name.replace("--no-", "--", 1) if name.startswith("--no-") else name
+    if name.startswith("-dp"):
+        return "--data-parallel"
+    return _SHORT.get("-O" if name.startswith("-O") else name, "")
+
+
+def _matches(given: str, flag: str) -> bool:
+    """Whether an engine would read a word as a flag: as it is, or shortened."""
+    return given == flag or (len(given) > len("--") and flag.startswith(given))
