@@ -112,9 +112,26 @@ def _take(browser: Browser, address: str, name: str) -> None:
     page.goto(f"{address}/?{urlencode(state)}")
     shown = show(page)
     page.mouse.move(0, 0)
+    _save(shown, name)
+    context.close()
+
+
+def _take_report(browser: Browser, scratch: Path) -> None:
+    """Shoot the report of the plan that the README prints."""
+    config = ROOT / "tests" / "data" / "configs" / "Qwen__Qwen3-235B-A22B-FP8.json"
+    report = scratch / "report.html"
+    words = ("--tp", "4", "--engine", "vllm", "--gpu", "rtx-pro-6000", "--profile", "c4-p4096", "--context", "32768")
+    command = Path(sys.executable).with_name("tonnage")
+    subprocess.run((command, "plan", config, *words, "--html", report), check=True, stdout=subprocess.DEVNULL)  # noqa: S603
+    page = browser.new_page(viewport={"width": 1200, "height": 700}, color_scheme="light")
+    page.goto(report.as_uri())
+    _save(page, "report")
+    page.close()
+
+
+def _save(shown: Page | Locator, name: str) -> None:
     path = IMAGES / f"{name}.png"
     shown.screenshot(path=path)
-    context.close()
     size = path.stat().st_size
     print(f"{path.relative_to(ROOT)}: {size:,} bytes")
     if size > MOST_BYTES:
@@ -132,6 +149,7 @@ def main() -> None:
             browser = chromium(playwright)
             for name in ("ui", "ui-compare", "ui-phone"):
                 _take(browser, address, name)
+            _take_report(browser, Path(scratch))
             browser.close()
 
 
