@@ -65,11 +65,14 @@ def document_of(case: str) -> dict[str, Any]:
 def with_text(document: dict[str, Any], text: str) -> dict[str, Any]:
     """Return a document that says a text wherever a checkpoint, a config or a user has a word in it."""
     ranks = [
-        {**rank, "lines": [{**line, "component": f"weights.{text}", "source": text} for line in rank["lines"]]}
+        {
+            **rank,
+            "lines": [{**line, "component": f"weights.{text}", "source": text} for line in rank["lines"]],
+            "weights_bytes": sum(line["nbytes"] for line in rank["lines"]),
+        }
         for rank in document["ranks"]
     ]
-    weights = [line["nbytes"] for rank in ranks for line in rank["lines"] if not line["transient"]]
-    assert weights
+    assert all(rank["weights_bytes"] for rank in ranks)
     return {
         **document,
         "checkpoint": dict.fromkeys(document["checkpoint"], text),
@@ -86,6 +89,7 @@ def with_text(document: dict[str, Any], text: str) -> dict[str, Any]:
             "converted": [{"module": text, "format": text, "instances": 1, "bytes_before": 2, "bytes_after": 1}],
         },
         "remarks": [{"kind": text, "role": text, "nbytes": 1, "why": text}],
+        "fits": False,
         **{key: [text] for key in ("reasons", "suggestions", "pessimism", "notes")},
     }
 
@@ -109,10 +113,24 @@ def plan_documents(draw: st.DrawFn) -> dict[str, Any]:
         "supply_bytes": supply,
         "supply": None if supply is None else {"basis": "exact", "source": "--supply"},
         "ranks": ranks,
-        "binding_rank": max(range(tp), key=lambda rank: ranks[rank]["fixed_bytes"] + ranks[rank]["cache_bytes"]),
-        "fits": None if supply is None else all(rank["spare_bytes"] >= 0 for rank in ranks),
+        "binding_rank": max(range(tp), key=lambda rank: _needed(ranks[rank], given)),
+        "fits": _verdict(ranks, supply, given),
         "cache": {"given_bytes": given},
     }
+
+
+def _needed(rank: dict[str, Any], given: int | None) -> int:
+    needed: int = rank["fixed_bytes"] + (rank["cache_bytes"] if given is None else given)
+    return needed
+
+
+def _verdict(ranks: list[dict[str, Any]], supply: int | None, given: int | None) -> bool | None:
+    """Whether every rank serves, loads, and has room for its cache; ``None`` where nothing says how much there is."""
+    if given is not None and any(rank["cache_bytes"] > given for rank in ranks):
+        return False
+    if supply is None:
+        return None
+    return all(_needed(rank, given) <= supply and rank["loading_bytes"] <= supply for rank in ranks)
 
 
 def _rank(number: int, kind: tuple[list[Any], int, int], supply: int | None, given: int | None) -> dict[str, Any]:
@@ -128,8 +146,9 @@ def _rank(number: int, kind: tuple[list[Any], int, int], supply: int | None, giv
         return sum(line[key] for line in lines if not line["transient"]) + max(transient, default=0)
 
     fixed = held("bound_nbytes")
+    weights = sum(line["nbytes"] for line in lines if line["component"].startswith(("weights.", "padding.", "engine.")))
     return {
-        "rank": number, "lines": lines, "weights_bytes": 0, "fixed_bytes": fixed, "expected_bytes": held("nbytes"),
+        "rank": number, "lines": lines, "weights_bytes": weights, "fixed_bytes": fixed, "expected_bytes": held("nbytes"),
         "cache_bytes": cache_bytes, "loading_bytes": loading,
         "spare_bytes": None if supply is None else supply - fixed - (cache_bytes if given is None else given),
     }  # fmt: skip

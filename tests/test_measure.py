@@ -533,8 +533,9 @@ def test_a_record_is_not_written_over_anything_else(tmp_path: Path) -> None:
     assert record.read_bytes() == b"one"
     write_records([record], b"two", force=True)
     assert record.read_bytes() == b"two"
-    with pytest.raises(TonnageError, match="something else is there already"):
-        write_records([tmp_path], b"two", force=False)
+    for force in (False, True):
+        with pytest.raises(TonnageError, match="not a file, and not written over"):
+            write_records([tmp_path], b"two", force=force)
 
 
 def test_the_table_names_what_differs(home: Path, tonnage: Tonnage) -> None:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 import sys
+import time
 from functools import cache
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -249,3 +250,11 @@ def test_without_the_extra_the_missing_module_is_named(monkeypatch: pytest.Monke
     with pytest.raises(ModuleNotFoundError) as missing:
         report_html(document_of("fits"))
     assert missing.value.name == "jinja2"
+
+
+def test_a_plan_of_ever_so_many_kinds_of_remarks_is_written_in_linear_time() -> None:
+    document = document_of("fits")
+    document["remarks"] = [{"kind": f"kind {n}", "role": "role", "nbytes": 1, "why": "why"} for n in range(20_000)]
+    begin = time.process_time()
+    assert report_html(document).count("<caption>Kind ") == 20_000
+    assert time.process_time() - begin < 10

@@ -131,6 +131,7 @@ def test_loading_that_needs_more_than_the_supply_is_marked() -> None:
     document = document_of("fits")
     for rank in document["ranks"]:
         rank["loading_bytes"] = document["supply_bytes"] + 1
+    document["fits"] = False
     marks = [path for path in drawn(rank_picture(document)).iter(f"{SVG}path") if path.get("class") == "tn-loading"]
     assert [mark[0].text for mark in marks] == [
         "while loading: 94.971 GiB (101,974,016,001 bytes), more than the supply"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from samples import LLAMA, file_contents
 from tonnage.api import checkpoint_from_config, open_checkpoint
 from tonnage.cli import app
 from tonnage.errors import TonnageError, one_line
+from tonnage.prepare.io import PrepareError
 
 K31 = Path("tests/data/configs/Kimi-K3.1-Pro.json").absolute()
 SMALL = ("--tp", "2", "--supply", "1GiB")
@@ -99,6 +101,22 @@ def test_nothing_is_written_over_without_force(tonnage, place: Path, saved: Path
     assert run("report", saved, "-o", other, "--force").exit_code == 0
     assert other.read_text().startswith("<!doctype html>")
     assert run("report", saved, "-o", other).exit_code == 0  # it is that already
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "force"])
+def test_what_is_no_file_is_never_written_over(tmp_path: Path, saved: Path, force: tuple[str, ...]) -> None:
+    pipe, folder = tmp_path / "pipe.html", tmp_path / "folder.html"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for other in (pipe, folder):
+        with pytest.raises(PrepareError, match="html: not a file, and not written over"):
+            run("report", saved, "-o", other, *force)
+    assert (pipe.is_fifo(), folder.is_dir()) == (True, True)
+
+
+def test_where_a_report_is_stands_on_one_line(tmp_path: Path, saved: Path) -> None:
+    done = run("report", saved, "-o", tmp_path / "two\nlines\x1b[31m.html")
+    assert done.stderr.endswith("two\\nlines\\x1b[31m.html\n")
 
 
 def test_without_the_extra_nothing_is_written(place: Path) -> None:

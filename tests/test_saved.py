@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,8 +12,13 @@ import pytest
 from hypothesis import given, settings
 
 from plan_documents import REQUESTS, XSS, document_of, plan_documents, with_text
+from samples import opened
+from tonnage.api import plan_checkpoint
 from tonnage.errors import ObservationError, one_line
+from tonnage.profile import parse_profile
 from tonnage.report.bars import bars
+from tonnage.report.documents import plan_document
+from tonnage.report.page import plan_page
 from tonnage.report.saved import read_saved
 
 HUGE = 1 << 63
@@ -66,13 +72,20 @@ LIES: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "a rank twice": (("ranks", 1, "rank"), 0, "plan: ranks[1].rank; expected 1; found 0"),
     "binding rank": (("binding_rank",), 4, "plan: binding_rank; expected below 4; found 4"),
     "negative bytes": (("ranks", 0, "lines", 0, "nbytes"), -1, "`$.ranks[0].lines[0].nbytes`"),
-    "bytes beyond counting": (("ranks", 0, "cache_bytes"), HUGE, "`$.ranks[0].cache_bytes`"),
+    "bytes beyond counting": (("ranks", 0, "cache_bytes"), HUGE, "plan: ranks[0].spare_bytes; expected -9"),
+    "bytes as a truth value": (("ranks", 0, "cache_bytes"), True, "`$.ranks[0].cache_bytes`"),
     "bytes as text": (("supply_bytes",), "94GiB", "`$.supply_bytes`"),
     "a fraction of a byte": (("ranks", 0, "fixed_bytes"), 1.5, "`$.ranks[0].fixed_bytes`"),
     "bound under the value": (("ranks", 0, "lines", 0, "bound_nbytes"), 0, "bound_nbytes of weights.embedding, rank 0"),
     "fixed": (("ranks", 2, "fixed_bytes"), 5, "plan: ranks[2].fixed_bytes; expected"),
     "expected": (("ranks", 2, "expected_bytes"), 5, "plan: ranks[2].expected_bytes; expected"),
     "spare": (("ranks", 3, "spare_bytes"), 5, "plan: ranks[3].spare_bytes; expected"),
+    "weights": (("ranks", 1, "weights_bytes"), 5, "plan: ranks[1].weights_bytes; expected"),
+    "a verdict that its reasons deny": (("reasons",), ["short"], "plan: fits; expected False; found True"),
+    "refused for nothing": (("fits",), False, "plan: fits; expected True; found False"),
+    "no verdict beside a supply": (("fits",), None, "plan: fits; expected True; found None"),
+    "loads more than there is": (("ranks", 0, "loading_bytes"), HUGE, "plan: fits; expected False; found True"),
+    "a cache that is given less": (("cache", "given_bytes"), 1, "plan: fits; expected False; found True"),
     "an unknown basis": (("ranks", 0, "lines", 0, "basis"), "guessed", "`$.ranks[0].lines[0].basis`"),
     "a verdict that is no truth value": (("fits",), "yes", "`$.fits`"),
     "cache of no rank": (("cache", "rank"), 4, "plan: cache.rank; expected below 4; found 4"),
@@ -91,6 +104,40 @@ def test_a_lie_is_refused_by_name(path: tuple[Any, ...], value: Any, said: str) 
     with pytest.raises(ObservationError) as refused:
         read_saved(document)
     assert said in str(refused.value)
+
+
+def test_a_plan_that_is_short_does_not_pass_for_one_that_fits() -> None:
+    document = document_of("fits")
+    for rank in document["ranks"]:
+        rank["spare_bytes"] -= document["supply_bytes"] - (1 << 30)
+    document["supply_bytes"] = 1 << 30
+    with pytest.raises(ObservationError, match="plan: fits; expected False; found True"):
+        read_saved(document)
+
+
+def test_the_rank_that_needs_most_is_not_another() -> None:
+    document = document_of("fits")
+    rank = document["ranks"][2]
+    rank["lines"][0]["bound_nbytes"] += 1
+    rank["fixed_bytes"] += 1
+    rank["spare_bytes"] -= 1
+    with pytest.raises(ObservationError, match="plan: needed bytes of binding_rank; expected"):
+        read_saved(document)
+    document["binding_rank"] = 2
+    assert read_saved(document).binding.rank == 2
+
+
+def test_a_plan_beyond_all_memory_there_is_is_read() -> None:
+    name, request = REQUESTS["fits"]
+    huge = replace(request, profile=parse_profile("c1000000-p4096", context_tokens=1 << 50))
+    checkpoint = opened(name)
+    document = json.loads(
+        json.dumps(plan_document(checkpoint, huge, plan_checkpoint(checkpoint, huge), (), growth=True))
+    )
+    plan = read_saved(document)
+    assert plan.fits is False
+    assert plan.needed_bytes(plan.binding) > HUGE
+    assert "Refused" in plan_page(plan)
 
 
 def test_every_contradiction_is_named() -> None:

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from samples import LLAMA
 from tonnage.cli import app as command
-from tonnage.errors import one_line
+from tonnage.errors import TonnageError, one_line
+from tonnage.ui import checkpoints, shelf
 from tonnage.ui.app import make_app
-from tonnage.ui.bodies import FitBody, FlagsBody, PlanBody
+from tonnage.ui.bodies import Address, FitBody, FlagsBody, PlanBody
 from tonnage.ui.examples import EXAMPLES
 from tonnage.ui.openapi import DOCUMENTS, openapi_document
 from tonnage.ui.routes import API
@@ -230,6 +231,67 @@ def test_checkpoints_are_listed_without_what_links_lead_out_to(client, place):
         (str(models / "hub" / "snapshots" / "f00"), "directory", False),
         (str(models / "small"), "directory", False),
     ]
+
+
+NAMES = ("line\nend", "\x1b[31mred", "\u202ereversed", "space after ", "caf\udce9", "<b>bold", "a'b\"c", "long" * 60)
+
+
+def test_every_name_that_is_listed_can_be_planned_by_a_request_and_by_the_page(tmp_path):
+    deep = Path("/".join(["deep" * 40] * 4))
+    for name in (*NAMES, deep):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(SMALL))
+    settings = Settings(directories=(str(tmp_path),), workers=1)
+    with TestClient(make_app(settings), base_url="http://localhost") as client:
+        document = client.get("/api/checkpoints").json()
+        paths = [one["path"] for one in document["checkpoints"]]
+        for path in paths:
+            assert client.post("/api/plan", json={"checkpoint": {"path": path}}).status_code == 200
+            assert '<h1 id="headline">Fits' in client.get("/", params={"checkpoint": path}).text
+        page = client.get("/").text
+    assert document["complete"] is False
+    assert {Path(path).name for path in paths} == {*NAMES[5:], deep.name}
+    assert "Not all that is there is listed" in page
+    assert not any(mark in page for mark in ("\x1b", "\u202e", "<b>bold"))
+
+
+def test_a_search_for_configs_reads_so_much_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "MOST_SEARCHED_BYTES", 3 * len(json.dumps(SMALL)))
+    for number in range(5):
+        (tmp_path / f"{number}.json").write_text(json.dumps(SMALL))
+    found, complete = checkpoints.list_checkpoints([str(tmp_path)])
+    assert ([Path(one.path).name for one in found], complete) == (["0.json", "1.json", "2.json"], False)
+
+
+@pytest.mark.parametrize("after", ["a link out", "another file"])
+def test_what_is_changed_while_it_is_read_is_refused(tmp_path, monkeypatch, after):
+    served, outside = tmp_path / "served", tmp_path / "outside.json"
+    served.mkdir()
+    config = served / "config.json"
+    for path in (config, outside):
+        path.write_text(json.dumps(SMALL))
+    real = shelf.open_checkpoint
+
+    def swapped(path, draft_method):
+        opened = real(path, draft_method=draft_method)
+        config.unlink()
+        config.symlink_to(outside) if after == "a link out" else config.write_text(json.dumps(SMALL) + " ")
+        return opened
+
+    monkeypatch.setattr(shelf, "open_checkpoint", swapped)
+    with pytest.raises(TonnageError, match="changed while it was read" if after == "another file" else "leads out"):
+        shelf.Shelf(Settings(directories=(str(served),))).open(Address(path=str(served)))
+
+
+def test_a_log_may_be_full_of_brackets_and_commas(client):
+    line = (
+        "\x1b[32mINFO\x1b[0m 01-02 03:04:05 [gpu_model_runner.py:2653] Model loading took 15.2683 GiB and 4.2 seconds\n"
+    )
+    log = line + "\x1b[32m[0,1],\x1b[0m\n" * 120_000
+    answer = client.post("/api/observe", json={"log": log})
+    assert answer.status_code == 200, answer.text[:200]
+    many = client.post("/api/observe", json={"log": line, "plan": {"ranks": [[]] * 100_001}})
+    assert (many.status_code, problems(many)[0]["what"]) == (400, "too many values")
 
 
 def test_every_listed_checkpoint_that_is_whole_is_planned(client):

@@ -10,7 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 
@@ -19,7 +22,7 @@ import pytest
 
 from samples import LLAMA, served
 from tonnage.errors import UnitError
-from tonnage.ui.serve import is_loopback, listen, served_hosts
+from tonnage.ui.serve import address_of, is_loopback, listen, served_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - what must not be served without a word
@@ -39,6 +42,10 @@ def place(tmp_path_factory):
     return home
 
 
+def endpoint(address: str) -> tuple[str, int]:
+    return "127.0.0.1", int(address.rsplit(":", 1)[1].strip("/"))
+
+
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
     tasks = Path(f"/proc/{process.pid}/task")
     return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
@@ -55,6 +62,99 @@ def test_a_signal_ends_it_with_every_worker_and_without_a_word(place, number):
         out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err) == (0, "", "")
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+HASTY = {
+    "refused": b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n",
+    "nothing there": b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "no HTTP": b"hello\r\n\r\n",
+}
+
+
+def test_clients_that_hang_up_before_they_are_answered_do_not_end_it(place):
+    with served(place, "models") as (address, process):
+        for sent in HASTY.values():
+            for _ in range(100):
+                with socket.create_connection(endpoint(address)) as client:
+                    client.sendall(sent)
+        assert httpx.get(f"{address}api/gpus").status_code == 200
+        process.terminate()
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+SILENT = {
+    "nothing": b"",
+    "half a head": b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ",
+    "half of the next": b"GET /static/mark.svg HTTP/1.1\r\nHost: localhost\r\n\r\nGET /",
+}
+
+
+@contextmanager
+def impatient(place: Path, *less: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run a server with less patience, and yield its address and its process."""
+    code = "; ".join(("from tonnage.ui import serve", *(f"serve.{one}" for one in less)))
+    command = [sys.executable, "-c", f"{code}; from tonnage.cli import main; main()", "ui", "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--no-browser", "--workers", "1"],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip(), process
+        finally:
+            process.kill()
+
+
+def test_a_connection_that_asks_nothing_does_not_keep_its_place(place):
+    with impatient(place, "HEAD_SECONDS = 0.3") as (address, _):
+        for sent in SILENT.values():
+            with socket.create_connection(endpoint(address), timeout=20) as client:
+                client.sendall(sent)
+                while client.recv(1 << 16):
+                    continue
+        assert httpx.get(f"{address}api/gpus").status_code == 200
+
+
+def test_an_answer_that_nobody_takes_does_not_keep_its_place(place):
+    with impatient(place, "REQUEST_SECONDS = 0.5") as (address, _), socket.socket() as client:
+        script = len(httpx.get(f"{address}static/plotly.min.js").content)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(20)
+        client.connect(endpoint(address))
+        client.sendall(b"GET /static/plotly.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4)
+        time.sleep(2)
+        taken = 0
+        with suppress(ConnectionResetError):
+            while part := client.recv(1 << 16):
+                taken += len(part)
+    assert 0 < taken < 4 * script
+
+
+def test_it_ends_in_one_line_although_somebody_waits_for_an_answer(place):
+    config = {**LLAMA, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4096}
+    asked = {
+        "checkpoint": {"config": config}, "engine": "vllm", "gpu": "h100", "context": 1024, "profile": "c1-p1024",
+        "most_context": 1 << 50, "most_concurrency": 4096, "steps": 4,
+    }  # fmt: skip
+    with impatient(place, "_SHUTDOWN_SECONDS = 1") as (address, process), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(httpx.post, f"{address}api/regions", json=asked, timeout=20)
+        time.sleep(0.5)
+        assert not waiting.done()
+        process.terminate()
+        assert process.wait(timeout=20) == 0
+        said = "Cancel 1 running task(s), timeout graceful shutdown exceeded\n"
+        assert (process.stdout.read(), process.stderr.read()) == ("", said)
+        assert (waiting.result().status_code, waiting.result().json()["problems"][0]["what"]) == (503, "it ends")
+
+
+def test_two_servers_do_not_share_a_port():
+    first = listen("127.0.0.1", 0)
+    with first, pytest.raises(UnitError, match="--port: cannot be used"):
+        listen("127.0.0.1", first.getsockname()[1])
 
 
 def test_workers_end_with_a_server_that_is_killed(place):
@@ -102,12 +202,13 @@ def test_where_others_reach_it_a_warning_is_printed(place):
             assert answer.status_code == status
         process.terminate()
         _, err = process.communicate(timeout=20)
-    assert err.startswith("warning: whoever reaches http://0.0.0.0:")
+    assert err.startswith(f"warning: whoever reaches http://planner.example:{port}/ ")
 
 
 def test_names_it_answers_to():
     assert served_hosts("127.0.0.1", ()) == ("127.0.0.1", "localhost", "[::1]")
     assert served_hosts(EVERYWHERE, ("a",))[-1] == "a"
+    assert served_hosts("127.0.0.2", ("fd00::1",)) == ("127.0.0.1", "localhost", "[::1]", "127.0.0.2", "[fd00::1]")
     assert [is_loopback(host) for host in ("::1", "127.9.9.9", "::", "10.0.0.1", "example")] == [
         True,
         True,
@@ -115,6 +216,22 @@ def test_names_it_answers_to():
         False,
         False,
     ]
+
+
+@pytest.mark.parametrize("name", ["a.example:80", "*", "http://a.example/", "", "a b", "-a", "[::1", "a\n"])
+def test_a_name_that_no_request_can_have_is_refused(name):
+    with pytest.raises(UnitError, match="--allow-host: no name; expected a name or an address, without scheme"):
+        served_hosts("127.0.0.1", ("a.example", name))
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed", "named"),
+    [("127.0.0.1", (), "127.0.0.1"), ("127.0.0.2", (), "127.0.0.2"), (EVERYWHERE, ("a.example",), "a.example")],
+)
+def test_the_address_it_prints_is_one_it_answers_to(host, allowed, named):
+    with listen(host, 0) as listening:
+        port = listening.getsockname()[1]
+        assert address_of(listening, served_hosts(host, allowed)) == f"http://{named}:{port}/"
 
 
 def test_a_host_that_is_no_address_is_refused():

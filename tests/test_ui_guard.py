@@ -79,6 +79,16 @@ def test_a_link_from_another_site_may_be_followed_but_not_read_by_its_scripts(cl
     assert client.get("/", headers={"origin": "https://evil.example"}).status_code == 403
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_a_page_of_another_site_can_only_lead_here(client, site):
+    for mode, status in (("navigate", 200), ("no-cors", 403), ("cors", 403), ("websocket", 403)):
+        asked = {"sec-fetch-site": site, "sec-fetch-mode": mode}
+        assert client.get("/?checkpoint=models/large", headers=asked).status_code == status
+    assert client.get("/", headers={"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}).status_code == 200
+    navigated = {**JSON, "sec-fetch-site": site, "sec-fetch-mode": "navigate"}
+    assert client.post("/", content=b"{}", headers=navigated).status_code == 403
+
+
 def test_every_answer_has_the_headers(client):
     for answer in (client.get("/"), client.get("/", headers={"host": "evil.example"}), client.get("/api/gpus")):
         assert {name: answer.headers[name] for name in HEADERS} == HEADERS

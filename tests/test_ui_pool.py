@@ -19,7 +19,7 @@ from tonnage.ui import app as application
 from tonnage.ui.app import make_app
 from tonnage.ui.examples import EXAMPLES
 from tonnage.ui.messages import Question
-from tonnage.ui.pool import BusyError, Pool, TookTooLongError, WorkerEndedError
+from tonnage.ui.pool import BusyError, GoneError, Pool, TookTooLongError, WorkerEndedError
 from tonnage.ui.settings import Settings
 
 GPUS = Question("gpus", b"")
@@ -87,17 +87,43 @@ def test_questions_beyond_those_that_may_wait_are_refused_at_once():
     assert [one.status for one in found if not isinstance(one, Exception)] == [200, 200, 200]
 
 
-def test_a_worker_that_ends_is_replaced():
+def test_a_worker_that_ends_is_replaced(caplog):
     async def use(pool):
         await pool.ask(GPUS)
+        asked = asyncio.create_task(pool.ask(SLOW))
+        await asyncio.sleep(0.05)
         (pid,) = children() - others
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerEndedError):
-            await pool.ask(GPUS)
+            await asked
         return (await pool.ask(GPUS)).status
 
     others = children()
     assert with_pool(use) == 200
+    assert not caplog.records
+
+
+def test_a_worker_that_ended_while_nobody_asked_is_no_failure_of_the_next_question():
+    async def use(pool):
+        (pid,) = children() - others
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.3)
+        assert pid not in children()
+        return (await pool.ask(GPUS)).status
+
+    others = children()
+    assert with_pool(use) == 200
+
+
+def test_a_question_that_was_given_up_while_it_waited_is_not_asked():
+    async def gone():
+        return True
+
+    async def use(pool):
+        found = await asyncio.gather(*(pool.ask(SLOW, gone) for _ in range(8)), return_exceptions=True)
+        return [type(one) for one in found], (await pool.ask(GPUS)).status
+
+    assert with_pool(use, seconds=5.0) == ([GoneError] * 8, 200)
 
 
 def test_a_question_nobody_waits_for_any_more_gives_no_answer_to_the_next():
@@ -131,7 +157,7 @@ def test_a_worker_has_so_much_memory_and_no_more():
     assert json.loads(answer.content)["problems"][0]["what"] == "too large to be planned here"
 
 
-STATUSES = {BusyError(): 503, TookTooLongError(): 504, WorkerEndedError(): 500}
+STATUSES = {BusyError(): 503, TookTooLongError(): 504, WorkerEndedError(): 500, GoneError(): 499}
 
 
 @pytest.mark.parametrize(("error", "status"), STATUSES.items(), ids=lambda one: type(one).__name__)
@@ -152,7 +178,8 @@ def test_a_body_that_is_too_large_is_refused_by_what_it_says_and_by_what_it_is()
         stated = client.post("/api/plan", content=b" " * 1001, headers=json_headers)
         unstated = client.post("/api/plan", content=(b" " * 400 for _ in range(3)), headers=json_headers)
         lying = client.post("/api/plan", content=b"{}", headers={**json_headers, "Content-Length": "9" * 30})
-    assert [stated.status_code, unstated.status_code, lying.status_code] == [413, 413, 413]
+        endless = client.post("/api/plan", content=(b" " * 900 for _ in range(1000)), headers=json_headers)
+    assert [answer.status_code for answer in (stated, unstated, lying, endless)] == [413] * 4
     assert stated.headers["connection"] == "close"
 
 

@@ -128,6 +128,7 @@ def test_suggestions_change_what_they_say() -> None:
         state, tp="16", ep="16", dcp="1", convert="mxfp8"
     )
     assert suggested(replace(state, ep="1"), "--tp 16") == replace(state, tp="16", ep="1", dcp="1")
+    assert suggested(replace(state, ep=""), "--tp 16") == replace(state, tp="16", ep="1", dcp="1")
     assert suggested(replace(state, ep="1"), "--tp 16 --ep 16") == replace(state, tp="16", ep="16", dcp="1")
     assert suggested(state, "--profile c2-p512") == replace(state, concurrency="2", prefill="512")
     assert suggested(state, "--kv-dtype fp8") == replace(state, kv_dtype="fp8")

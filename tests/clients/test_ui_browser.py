@@ -197,6 +197,20 @@ def test_the_count_of_gpus_and_tensor_parallel_size_follow_each_other(opened) ->
     page.get_by_label("Pipeline").fill("2")
     expect(page.get_by_label("How many")).to_have_value("16")
     expect(page.locator(".subject")).to_contain_text("tp8 pp2")
+    page.get_by_label("How many").fill("9")
+    page.get_by_label("How many").press("Enter")
+    expect(page.get_by_label("How many")).to_have_value("8")
+    expect(page.locator(".subject")).to_contain_text("tp4 pp2")
+
+
+def test_what_is_refused_although_there_is_room_is_not_shown_as_short(opened) -> None:
+    page = opened.go("Qwen__Qwen3-235B-A22B-FP8.json", kv_bytes="1GiB", **QWEN)
+    headline(page, "Refused")
+    drawn(page)
+    page.get_by_text("The same as a table").click()
+    cell = page.get_by_role("button", name=re.compile("^4 x 32,768 tokens: refused$"))
+    expect(cell).to_have_text("refused")
+    expect(cell).to_have_class("no")
 
 
 def test_flags_are_copied_and_files_saved(open_page) -> None:

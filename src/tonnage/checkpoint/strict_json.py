@@ -7,6 +7,7 @@ for small files such as config.json: it refuses duplicates itself and returns pl
 from __future__ import annotations
 
 import json
+import re
 from math import isfinite
 
 from tonnage.errors import Problem, TonnageError
@@ -19,6 +20,7 @@ MOST_VALUES = 1_000_000
 MOST_CONTAINERS = 100_000
 """Beyond these a small JSON file costs more than any config is worth. The largest one known has 12,000 objects."""
 MOST_PROBLEMS = 40
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
 class Members(tuple[tuple[str, object], ...]):
@@ -87,7 +89,7 @@ def parse_object(raw: bytes, *, where: str, kind: type[TonnageError], constants:
     Raises:
         TonnageError: As ``kind``, with all problems: not UTF-8, not JSON, not an object, duplicate keys, too deep.
     """
-    if raw.count(b",") > MOST_VALUES or raw.count(b"[") + raw.count(b"{") > MOST_CONTAINERS:
+    if _has_too_much(raw) and _has_too_much(_STRING.sub(b"", raw)):
         expected = f"at most {MOST_VALUES} values and {MOST_CONTAINERS} arrays and objects"
         raise kind(Problem(where=where, what="too many values", expected=expected))
     try:
@@ -105,6 +107,11 @@ def parse_object(raw: bytes, *, where: str, kind: type[TonnageError], constants:
         raise kind(*problems)
     assert isinstance(plain, dict)
     return plain
+
+
+def _has_too_much(raw: bytes) -> bool:
+    """Whether a text has more commas and brackets than there may be values; those in strings, as of a log, count."""
+    return raw.count(b",") > MOST_VALUES or raw.count(b"[") + raw.count(b"{") > MOST_CONTAINERS
 
 
 def kind_of(value: object) -> str:

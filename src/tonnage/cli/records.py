@@ -15,13 +15,15 @@ def write_records(paths: Iterable[Path], content: bytes, *, force: bool) -> None
     """Write a small file to some places, under its final name when it is on the disk; all are looked at first.
 
     Raises:
-        PrepareError: Something else is at one of them, or it cannot be written.
+        PrepareError: Something else is at one of them, or it cannot be written. What is no file is never written over.
     """
     targets = tuple(paths)
     for path in targets:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             there = os.path.lexists(path) and not _holds(path, content)
+            if there and not (path.is_symlink() or path.is_file()):
+                raise PrepareError(Problem(where=str(path), what="not a file, and not written over"))
             if not os.access(path.parent, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if there and not force:

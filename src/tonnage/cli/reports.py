@@ -57,7 +57,8 @@ def write_report(path: Path, plan: SavedPlan, before: SavedPlan | None, *, force
         PrepareError: Something else is there, or it cannot be written.
     """
     from tonnage.cli.records import write_records
+    from tonnage.errors import one_line
     from tonnage.report.page import plan_page
 
     write_records([path], plan_page(plan, before).encode(), force=force)
-    note(f"report: {path}")
+    note(f"report: {one_line(str(path))}")

@@ -47,7 +47,7 @@ def ui(
         workers=workers or min(os.cpu_count() or 1, _MOST_WORKERS),
     )
     listening = listen(host, port)
-    address = address_of(listening)
+    address = address_of(listening, settings.hosts)
     if not is_loopback(host):
         note(f"warning: whoever reaches {address} reads the configs in these directories and makes this machine plan")
 

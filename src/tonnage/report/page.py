@@ -225,8 +225,10 @@ def _unplanned(plan: SavedPlan) -> Iterator[str]:
 
 
 def _remarks(plan: SavedPlan) -> list[tuple[str, list[SavedRemark]]]:
-    kinds = dict.fromkeys(remark.kind for remark in plan.remarks)
-    return [(kind, [remark for remark in plan.remarks if remark.kind == kind]) for kind in kinds]
+    kinds: dict[str, list[SavedRemark]] = {}
+    for remark in plan.remarks:
+        kinds.setdefault(remark.kind, []).append(remark)
+    return list(kinds.items())
 
 
 def _provenance(plan: SavedPlan) -> Iterator[tuple[str, str]]:

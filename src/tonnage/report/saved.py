@@ -13,10 +13,11 @@ import msgspec
 
 from tonnage.errors import ObservationError, Problem, one_line, raise_if_any
 from tonnage.memory.supply import Basis
+from tonnage.plan import WEIGHT_LINES
 
 PLAN_LIMIT_BYTES = 64 << 20
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,8 +262,25 @@ def _contradictions(plan: SavedPlan, where: str) -> Iterator[Problem]:
         yield from differs(f"ranks[{number}].fixed_bytes", held_together(bounds), rank.fixed_bytes)
         values = [(line.transient, line.nbytes) for line in rank.lines]
         yield from differs(f"ranks[{number}].expected_bytes", held_together(values), rank.expected_bytes)
+        weights = sum(line.nbytes for line in rank.lines if line.component.startswith(WEIGHT_LINES))
+        yield from differs(f"ranks[{number}].weights_bytes", weights, rank.weights_bytes)
         spare = None if plan.supply_bytes is None else plan.supply_bytes - plan.needed_bytes(rank)
         yield from differs(f"ranks[{number}].spare_bytes", spare, rank.spare_bytes)
+    if plan.binding_rank < count:
+        most = max(map(plan.needed_bytes, plan.ranks))
+        yield from differs("needed bytes of binding_rank", most, plan.needed_bytes(plan.binding))
+    yield from differs("fits", _verdict(plan), plan.fits)
+
+
+def _verdict(plan: SavedPlan) -> bool | None:
+    """Return the verdict that follows from the figures and the reasons; what is refused for others states them."""
+    given, supply = plan.cache.given_bytes, plan.supply_bytes
+    refused = bool(plan.reasons) or any(
+        (given is not None and rank.cache_bytes > given)
+        or (supply is not None and max(plan.needed_bytes(rank), rank.loading_bytes) > supply)
+        for rank in plan.ranks
+    )
+    return False if refused else None if supply is None else True
 
 
 def held_together(sizes: list[tuple[bool, int]]) -> int:

@@ -20,14 +20,16 @@ from tonnage.ui.assets import asset_routes, package
 from tonnage.ui.guard import Guard, problem_response
 from tonnage.ui.messages import Answer, Question
 from tonnage.ui.openapi import openapi_document
-from tonnage.ui.pool import BusyError, Pool, TookTooLongError, UnansweredError
+from tonnage.ui.pool import BusyError, GoneError, Pool, TookTooLongError, UnansweredError
 from tonnage.ui.routes import API, PAGES, Answered
 from tonnage.ui.settings import Settings
 
 BODY_SECONDS = 10
 RETRY_SECONDS = "1"
+_DROPPED = 4
+"""Times the longest body, up to which one that is too large is read to its end."""
 _CLOSE = {"Connection": "close"}
-SLOW, TOO_LARGE, BUG, BUSY, TOOK_TOO_LONG = 408, 413, 500, 503, 504
+SLOW, TOO_LARGE, GONE, BUG, BUSY, TOOK_TOO_LONG = 408, 413, 499, 500, 503, 504
 
 
 def make_app(settings: Settings) -> Starlette:
@@ -61,9 +63,11 @@ async def _answer(route: Answered, pool: Pool, settings: Settings, request: Requ
     try:
         posted = route.method == "POST"
         body = await _body(request, settings.body_bytes) if posted else request.scope["query_string"]
-        return _response(await pool.ask(Question(route.name, body)))
+        return _response(await pool.ask(Question(route.name, body), request.is_disconnected))
     except (UnansweredError, ClientDisconnect) as error:
         return _unanswered(error, settings)
+    except asyncio.CancelledError:  # by the server alone, which has waited long enough for its end
+        return problem_response(BUSY, Problem(where="server", what="it ends"), headers=_CLOSE)
 
 
 def _unanswered(error: UnansweredError | ClientDisconnect, settings: Settings) -> Response:
@@ -80,7 +84,10 @@ def _unanswered(error: UnansweredError | ClientDisconnect, settings: Settings) -
     if isinstance(error, TookTooLongError):
         expected = f"an answer within {settings.seconds:g} s"
         return problem_response(TOOK_TOO_LONG, Problem(where="server", what="cut off", expected=expected))
-    return problem_response(BUG, Problem(where="server", what="a bug; the terminal it runs in says more"))
+    if isinstance(error, GoneError | ClientDisconnect):
+        return problem_response(GONE, Problem(where="request", what="given up by who asked"))
+    ended = Problem(where="server", what="what worked on it ended; if that is a bug, the terminal says more")
+    return problem_response(BUG, ended)
 
 
 class BodyTooLargeError(UnansweredError):
@@ -92,19 +99,28 @@ class BodyTooSlowError(UnansweredError):
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """Return the body of a request, read no further than it may go and no longer than it may take."""
+    """Return the body of a request, kept no further than it may go and read no longer than it may take.
+
+    What is too large is read on for a while, and dropped: who is still sending does not hear a refusal.
+    """
     stated = request.headers.get("content-length", "0")
-    if stated.isdecimal() and int(stated[:20]) > most:
+    length = int(stated[:20]) if stated.isdecimal() else 0
+    if length > most * _DROPPED:
         raise BodyTooLargeError
-    read = bytearray()
+    read, seen = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
-                read += part
-                if len(read) > most:
-                    raise BodyTooLargeError
+                seen += len(part)
+                if max(seen, length) <= most:
+                    read += part
+                elif seen > most * _DROPPED:
+                    break
     except TimeoutError as error:
-        raise BodyTooSlowError from error
+        if max(seen, length) <= most:
+            raise BodyTooSlowError from error
+    if max(seen, length) > most:
+        raise BodyTooLargeError
     return bytes(read)
 
 

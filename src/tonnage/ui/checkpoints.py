@@ -10,7 +10,6 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from tonnage.checkpoint.io import JSON_LIMIT_BYTES
-from tonnage.checkpoint.strict_json import is_unicode
 from tonnage.errors import CheckpointError, NotServedError, Problem, raise_if_any
 
 CHECKPOINTS_SCHEMA = "tonnage.checkpoints/1"
@@ -19,6 +18,8 @@ DEEPEST_FOLDER = 6
 MOST_ENTRIES = 20_000
 MOST_LISTED = 2_000
 MOST_FILES = 4_096
+MOST_SEARCHED_BYTES = 1 << 28
+"""Of JSON files that may be configs, read to see whether they are."""
 _OPENED = (".json", ".safetensors")
 """How names end of what is opened of a checkpoint."""
 _SAYS_A_MODEL = (b'"model_type"', b'"architectures"')
@@ -70,7 +71,8 @@ def check_directories(paths: Iterable[Path]) -> tuple[str, ...]:
 def list_checkpoints(directories: Sequence[str]) -> tuple[tuple[Listed, ...], bool]:
     """Return the checkpoints in directories, in order of paths, and whether these are all.
 
-    Directories that are links are not entered, nor are hidden ones.
+    Directories that are links are not entered, nor are hidden ones. What has a name that no address can hold is left
+    out, and then these are not all.
     """
     walk = _Walk(real=tuple(map(os.path.realpath, directories)))
     found: list[Listed] = []
@@ -78,7 +80,10 @@ def list_checkpoints(directories: Sequence[str]) -> tuple[tuple[Listed, ...], bo
         for one in walk.listed(Path(directory), 0):
             if len(found) == MOST_LISTED:
                 return tuple(found), False
-            found.append(one)
+            if one.path == one.path.strip():
+                found.append(one)
+            else:
+                walk.complete = False
     return tuple(found), walk.complete
 
 
@@ -88,6 +93,7 @@ class _Walk:
 
     real: tuple[str, ...]
     entries: int = 0
+    searched_bytes: int = 0
     complete: bool = True
 
     def listed(self, folder: Path, depth: int) -> Iterator[Listed]:
@@ -98,7 +104,7 @@ class _Walk:
             yield Listed(path=str(folder), kind="directory", weights=weights)
         else:
             for entry in files:
-                if entry.name.endswith(".json") and _is_config(entry):
+                if entry.name.endswith(".json") and self._is_config(entry):
                     yield Listed(path=entry.path, kind="config", weights=False)
         below = [one for one in entries if one.is_dir(follow_symlinks=False) and not one.name.startswith(".")]
         if below and depth == DEEPEST_FOLDER:
@@ -116,8 +122,10 @@ class _Walk:
                     self.complete = False
                     break
                 self.entries += 1
-                if is_unicode(entry.path):
+                if entry.name.isprintable():
                     found.append(entry)
+                else:
+                    self.complete = False
         return sorted(found, key=lambda entry: entry.name)
 
     def _is_file(self, entry: os.DirEntry[str]) -> bool:
@@ -125,14 +133,19 @@ class _Walk:
             return entry.is_file() and (not entry.is_symlink() or _within(os.path.realpath(entry.path), self.real))
         return False
 
-
-def _is_config(entry: os.DirEntry[str]) -> bool:
-    """Whether a JSON file says what kind of model it is the config of."""
-    with suppress(OSError):
-        if entry.stat().st_size <= JSON_LIMIT_BYTES:
+    def _is_config(self, entry: os.DirEntry[str]) -> bool:
+        """Whether a JSON file says what kind of model it is the config of; no more of them is read than the bound."""
+        with suppress(OSError):
+            size = entry.stat().st_size
+            if size > JSON_LIMIT_BYTES:
+                return False
+            self.searched_bytes += size
+            if self.searched_bytes > MOST_SEARCHED_BYTES:
+                self.complete = False
+                return False
             raw = Path(entry.path).read_bytes()
             return any(word in raw for word in _SAYS_A_MODEL)
-    return False
+        return False
 
 
 def served_path(text: str, directories: Sequence[str]) -> Path:

@@ -70,16 +70,15 @@ class Guard:
         foreign = [origin for origin in origins if origin.lower() not in (one.lower() for one in same)]
         if foreign:
             return FORBIDDEN, Problem(where="Origin", what="another site", expected=same[0], found=", ".join(foreign))
-        if scope["method"] == "POST":
-            return _posted(headers)
-        return None
+        site, mode = headers.get("sec-fetch-site", "none"), headers.get("sec-fetch-mode", "navigate")
+        if site not in ("same-origin", "none") and (scope["method"] != "GET" or mode != "navigate"):
+            expected = "same-origin, or a link that is followed"
+            return FORBIDDEN, Problem(where="Sec-Fetch-Site", what="another site", expected=expected, found=site)
+        return _posted(headers) if scope["method"] == "POST" else None
 
 
 def _posted(headers: Headers) -> tuple[int, Problem] | None:
     """Return why something posted is not taken: a form of another site could not send JSON without asking first."""
-    site = headers.get("sec-fetch-site", "none")
-    if site not in ("same-origin", "none"):
-        return FORBIDDEN, Problem(where="Sec-Fetch-Site", what="another site", expected="same-origin", found=site)
     media, _, parameters = headers.get("content-type", "").partition(";")
     charset = parameters.strip().lower().replace('"', "")
     if media.strip().lower() != JSON or charset not in ("", "charset=utf-8"):

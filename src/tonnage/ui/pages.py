@@ -182,13 +182,15 @@ class Pages:
             name: [problem.sentence for problem in view.problems if name in problem.fields]
             for name in (*NAMES, "config")
         }
+        checkpoints = self._document(shelf, "checkpoints")
         sizes = [int(text) if text.isdecimal() else 1 for text in (state["tp"], state["pp"])]
         return {
             "state": state,
             "found": found,
             "defaults": asdict(DEFAULTS),
             "labels": LABELS,
-            "choices": choices(self._document(shelf, "checkpoints"), self._document(shelf, "gpus")),
+            "choices": choices(checkpoints, self._document(shelf, "gpus")),
+            "all_listed": checkpoints["complete"],
             "gpus": sizes[0] * sizes[1],
             "opened": {part: any(state[name] or found[name] for name in names) for part, names in _FOLDED.items()},
             "pinned": None if page.against is None else query_of(PageState(plan=page.against)),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
@@ -23,6 +25,10 @@ class UnansweredError(Exception):
 
 class BusyError(UnansweredError):
     """More requests wait than may."""
+
+
+class GoneError(UnansweredError):
+    """Who asked does not wait any more."""
 
 
 class TookTooLongError(UnansweredError):
@@ -64,11 +70,16 @@ class Pool:
             for process in tuple(self._all):
                 await self._end(process)
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: Question, gone: Callable[[], Awaitable[bool]] | None = None) -> Answer:
         """Return the answer of a worker.
+
+        Args:
+            question: What is asked.
+            gone: Says whether nobody waits for the answer any more; looked at before a worker is asked.
 
         Raises:
             BusyError: Too many wait already.
+            GoneError: Nobody waits for the answer.
             TookTooLongError: No answer in time; the time spent waiting counts.
             WorkerEndedError: The worker ended without an answer.
         """
@@ -77,12 +88,30 @@ class Pool:
         self._waiting += 1
         try:
             async with asyncio.timeout(self._settings.seconds):
-                process = await self._idle.get()
+                process = await self._free()
+                if gone is not None and await self._is_gone(gone, process):
+                    raise GoneError
                 return await self._ask(process, question)
         except TimeoutError as error:
             raise TookTooLongError from error
         finally:
             self._waiting -= 1
+
+    async def _free(self) -> Process:
+        """Return a worker that waits for a question; one that ended meanwhile is replaced."""
+        while (process := await self._idle.get()).returncode is not None:
+            self._replace(process)
+        return process
+
+    async def _is_gone(self, gone: Callable[[], Awaitable[bool]], process: Process) -> bool:
+        """Whether nobody waits for an answer; then, and where that cannot be told, the worker is free again."""
+        is_gone = True
+        try:
+            is_gone = await gone()
+        finally:
+            if is_gone:
+                self._idle.put_nowait(process)
+        return is_gone
 
     async def _ask(self, process: Process, question: Question) -> Answer:
         answered = False
@@ -121,8 +150,9 @@ class Pool:
         self._idle.put_nowait(process)
 
     async def _end(self, process: Process) -> None:
-        with suppress(ProcessLookupError):
-            process.kill()  # it holds nothing that must be written
+        if process.returncode is None:  # it holds nothing that must be written; asyncio's own kill would reap it first
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
         await process.wait()
         self._all.discard(process)
 

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import sys
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from threading import Thread
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tonnage.errors import Problem, UnitError
+from tonnage.errors import Problem, UnitError, raise_if_any
 from tonnage.ui.app import make_app
 from tonnage.ui.settings import LOOPBACK, Settings
 
 MOST_CONNECTIONS = 256
+HEAD_SECONDS = 10.0
+"""In which a connection has to ask something, counted from its beginning and from the last answer."""
+REQUEST_SECONDS = 90.0
+"""In which a request is sent, answered and read to its end."""
+_BACKLOG = 256
 BUG = 1
 """Exit code where workers cannot start; they have said why."""
+_NAME = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]", re.ASCII)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHUTDOWN_SECONDS = 3
 
@@ -30,12 +38,33 @@ def served_hosts(host: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names that a server answers to: those of this machine, and those that are allowed.
 
     Raises:
-        UnitError: Others can reach it, and nobody says by which name.
+        UnitError: Others can reach it, and nobody says by which name; or a name is none.
     """
     if not is_loopback(host) and not allowed:
         expected = "--allow-host NAME for every name it is reached by"
         raise UnitError(Problem(where="--host", what="others can reach it there", expected=expected, found=host))
-    return (*LOOPBACK, *allowed)
+    expected = "a name or an address, without scheme, port and wildcard"
+    wrong = [name for name in allowed if not _NAME.fullmatch(_written(name))]
+    raise_if_any(
+        UnitError, (Problem(where="--allow-host", what="no name", expected=expected, found=name) for name in wrong)
+    )
+    return tuple(dict.fromkeys((*LOOPBACK, *((_written(host),) if is_loopback(host) else ()), *map(_written, allowed))))
+
+
+def _written(host: str) -> str:
+    """Return a host as addresses have it: IPv6 in brackets.
+
+    >>> _written("::1"), _written("planner.example")
+    ('[::1]', 'planner.example')
+    """
+    return f"[{host}]" if ":" in host and _is_address(host) else host
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return bool(ip_address(host))
+    except ValueError:
+        return False
 
 
 def is_loopback(host: str) -> bool:
@@ -64,6 +93,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
+        listening.listen(_BACKLOG)  # at once: of two servers that start together, the later one must be told
     except OSError as error:
         listening.close()
         expected = "another one, or 0 for any that is free"
@@ -72,10 +102,11 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def address_of(listening: socket.socket) -> str:
-    """Return the address of the page on a socket."""
+def address_of(listening: socket.socket, hosts: Sequence[str]) -> str:
+    """Return the address of the page on a socket: by the last of its names where that of the socket is none of them."""
     host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    written = _written(host)
+    return f"http://{written if written in hosts else hosts[-1]}:{port}/"
 
 
 def run(settings: Settings, listening: socket.socket, started: Callable[[], None]) -> None:
@@ -89,10 +120,11 @@ def run(settings: Settings, listening: socket.socket, started: Callable[[], None
     config = uvicorn.Config(
         make_app(settings),
         access_log=False,
-        http="h11",
+        http=Connection,
         lifespan="on",
         limit_concurrency=MOST_CONNECTIONS,
         log_config=None,
+        log_level="error",  # what strangers send is not worth a line each
         loop="asyncio",
         proxy_headers=False,
         server_header=False,
@@ -104,6 +136,49 @@ def run(settings: Settings, listening: socket.socket, started: Callable[[], None
         asyncio.run(server.serve(sockets=[listening]))
     if not server.started:
         raise SystemExit(BUG)
+
+
+class Connection(H11Protocol):
+    """A connection that is cut off when it keeps a place and asks nothing, or does not take its answer."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._within(HEAD_SECONDS)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what arrived; the head of a request, when it is whole, has more time for the rest."""
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._within(REQUEST_SECONDS)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or go on with one that is here already."""
+        before = self.cycle
+        super().on_response_complete()
+        self._within(HEAD_SECONDS if self.cycle is before else REQUEST_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait for nothing more."""
+        if self._late is not None:
+            self._late.cancel()
+        super().connection_lost(exc)
+
+    def _within(self, seconds: float) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        self._late = self.loop.call_later(seconds, self._end)
+
+    def _end(self) -> None:
+        """Close: at once if a request is not done; otherwise after what is left of the last answer, if it is taken."""
+        if self.cycle and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        self.transport.close()
+        self._late = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
 
 
 class _Server(uvicorn.Server):
@@ -123,9 +198,12 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self.handle_exit, number, None)
+        # The command ends with its output; a server does not end with a client that hangs up, or with a worker.
+        before = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         try:
             yield
         finally:
+            signal.signal(signal.SIGPIPE, before)
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 

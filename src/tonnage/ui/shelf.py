@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -93,10 +94,23 @@ class Shelf:
         if address.path is not UNSET:
             path = served_path(address.path, self.settings.directories)
             key: Key = ("path", address.path, draft_method, state_of(path))
-            return key, self._checkpoints.get(key, lambda: open_checkpoint(path, draft_method=draft_method))
+            return key, self._checkpoints.get(key, lambda: self._open_path(path, key))
         assert address.config is not UNSET
         name = "config" if address.name is UNSET else one_line(address.name)
         return self._open_config(address.config, name, draft_method)
+
+    def _open_path(self, path: Path, key: Key) -> Checkpoint:
+        """Open what is served, and look again whether it was that which was read.
+
+        Raises:
+            CheckpointError: It was changed meanwhile.
+            NotServedError: The same, and now it leads elsewhere.
+        """
+        _, text, draft_method, state = key
+        checkpoint = open_checkpoint(path, draft_method=str(draft_method))
+        if served_path(str(text), self.settings.directories) != path or state != state_of(path):
+            raise CheckpointError(Problem(where=str(text), what="changed while it was read", expected="another try"))
+        return checkpoint
 
     def _open_config(self, config: dict[str, Any] | str, name: str, draft_method: str) -> tuple[Key, Checkpoint]:
         """Open a config that was sent: as the text of its file, or as what it holds."""

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from tonnage.errors import Problem, UnitError, one_line, raise_if_any
 
-LONGEST_VALUE = 512
+LONGEST_VALUE = 4096
 LONGEST_QUERY = 8192
 _COUNT = re.compile(r"[0-9]{1,9}", re.ASCII)
 _PROFILE = re.compile(r"c([0-9]+)-p([0-9]+)", re.ASCII)
@@ -245,7 +245,7 @@ def suggested(state: State, words: str) -> State:
         else:
             changes[_setting(name)] = value
     if "tp" in changes:  # as the suggestion was tried
-        changes = {"ep": "1" if state.ep == "1" else changes["tp"], "dcp": "1"} | changes
+        changes = {"ep": changes["tp"] if int(state.ep or 1) > 1 else "1", "dcp": "1"} | changes
     return replace(state, **changes)
 
 

@@ -161,6 +161,8 @@ form.addEventListener("input", (event) => {
   waiting = setTimeout(replan, event.target.type === "text" || event.target.type === "number" || event.target === config ? AFTER_TYPING_MS : 0);
 });
 
+gpus.addEventListener("change", countGpus); // what does not divide into the stages is not planned, and not shown
+
 document.getElementById("config-file").addEventListener("change", async (event) => {
   const [file] = event.target.files;
   if (file) config.value = await file.text();

@@ -139,8 +139,8 @@ function drawTable() {
     const row = element("tr", {}, element("th", { scope: "row", text: number.format(many) }));
     regions.contexts.forEach((tokens, x) => {
       const { fits, spare_bytes: spare } = regions.cells[y][x];
-      const shown = gib.format(Math.abs(spare) / GIB);
-      const button = element("button", { type: "button", text: fits ? shown : `-${shown}`, "aria-label": cellWords(x, y) });
+      const shown = !fits && spare >= 0 ? "refused" : gib.format(spare / GIB);
+      const button = element("button", { type: "button", text: shown, "aria-label": cellWords(x, y) });
       button.className = fits ? "yes" : "no";
       if (many === concurrency && tokens === context) button.setAttribute("aria-current", "true");
       button.addEventListener("click", () => step(x, y));
@@ -148,7 +148,7 @@ function drawTable() {
     });
     return row;
   });
-  const caption = element("caption", { text: "GiB spare on the GPU that needs most; negative is short. Columns are contexts in tokens." });
+  const caption = element("caption", { text: "GiB spare on the GPU that needs most; negative is short, refused is for another reason. Columns are contexts in tokens." });
   const grid = element("table", {}, caption, element("thead", {}, head), element("tbody", {}, ...rows));
   grid.className = "grid-table";
   const focused = [...table.querySelectorAll("button")].indexOf(document.activeElement);
