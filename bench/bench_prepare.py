@@ -78,7 +78,7 @@ def make_source(directory: Path, layers: int, *, filled: bool) -> int:
 def prepare(source: Path, output: Path, *words: str) -> Timed:
     """Prepare over what is there; all files are synced by then."""
     begin = time.perf_counter()
-    done = subprocess.run(  # noqa: S603 - our own arguments
+    done = subprocess.run(
         [TONNAGE, "prepare", source, "-o", output, "--force", "--json", *words],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
@@ -90,7 +90,7 @@ def copy(source: Path, output: Path) -> Timed:
     output.mkdir(exist_ok=True)
     begin = time.perf_counter()
     files = sorted(source.iterdir())
-    subprocess.run(["/bin/cp", *files, output], check=True)  # noqa: S603 - as above
+    subprocess.run(["/bin/cp", *files, output], check=True)
     for path in [*(output / file.name for file in files), output]:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -159,9 +159,7 @@ def model_free_ptq(source: Path, output: Path) -> Timed:
     )
     shutil.rmtree(output, ignore_errors=True)
     begin = time.perf_counter()
-    done = subprocess.run(  # noqa: S603 - as above
-        [sys.executable, "-c", script, source, output], check=True, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", script, source, output], check=True, capture_output=True, text=True)
     return Timed(time.perf_counter() - begin, float(done.stdout.splitlines()[-1]))
 
 
@@ -216,7 +214,7 @@ def peak_of(source: Path, output: Path) -> Peak:
     """Prepare with conversion at TP 2 and return the peaks."""
     found: list[Peak] = []
     command = [TONNAGE, "prepare", source, "--tp", "2", "--convert", "mxfp8", "-o", output, "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603 - as above
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     with watched(process.pid, found):
         status = process.wait()
     if status:

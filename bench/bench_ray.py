@@ -61,7 +61,7 @@ def prepare(source: Path, output: Path, *words: str) -> Timed:
     shutil.rmtree(output, ignore_errors=True)
     os.sync()
     begin = time.perf_counter()
-    done = subprocess.run(  # noqa: S603 - our own arguments
+    done = subprocess.run(
         [*COMMAND, "prepare", source, "--tp", "2", "-o", output, "--json", *words],
         check=True, capture_output=True, text=True,
     )  # fmt: skip

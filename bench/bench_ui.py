@@ -49,7 +49,7 @@ def server(workers: int) -> Iterator[tuple[int, int]]:
         "--workers",
         str(workers),
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - our own command
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield int(process.stdout.readline().rsplit(":", 1)[1].strip("/\n")), process.pid
         process.terminate()

@@ -179,7 +179,8 @@ def _cache_request(row: Mapping[str, Any]) -> PlanRequest:
     )
 
 
-def _cache_checkpoint(row: Mapping[str, Any]) -> Checkpoint:
+def cache_checkpoint(row: Mapping[str, Any]) -> Checkpoint:
+    """Return the model of a row."""
     if isinstance(row["config"], str):
         return open_checkpoint(DATA / "configs" / f"{row['config']}.json")
     return checkpoint_from_config(row["config"], name=row["model"])
@@ -267,7 +268,7 @@ def tokens() -> list[Count]:
     found = []
     for row in compared_caches():
         if row.get("kv_tokens"):
-            planned = plan_checkpoint(_cache_checkpoint(row), _cache_request(row)).capacity_tokens()
+            planned = plan_checkpoint(cache_checkpoint(row), _cache_request(row)).capacity_tokens()
             found.append(Count(row=row, logged=row["kv_tokens"], planned=planned or 0))
     return found
 
@@ -276,7 +277,7 @@ def tokens() -> list[Count]:
 def refusals() -> list[Refusal]:
     """Return every launch that was refused for want of cache."""
     return [
-        Refusal(row=row, fit=fit_checkpoint(_cache_checkpoint(row), _refused_request(row)))
+        Refusal(row=row, fit=fit_checkpoint(cache_checkpoint(row), _refused_request(row)))
         for row in compared_caches()
         if row.get("needed_gib")
     ]

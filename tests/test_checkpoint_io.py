@@ -32,6 +32,7 @@ REFUSALS = {
     "huge-integer": ["number too long; expected at most 400 digits; found 5000 digits"],
     "infinity": ["not JSON; expected a finite number; found -Infinity"],
     "lone-surrogate": ["model_type; expected Unicode text; found half of a surrogate pair"],
+    "lone-surrogate-key": [r"a key of rope[0]; expected Unicode text; found '\udfff'"],
     "nan": ["not JSON; expected a finite number; found NaN"],
     "not-utf-8": ["not UTF-8; expected UTF-8 text; found byte 0xe4 at offset 18"],
     "null": ["not a JSON object; expected an object; found null"],

@@ -351,6 +351,13 @@ UNEXPECTED = {
     "a bias the config denies": (LLAMA, llama_tensors(), "model.layers.1.self_attn.q_proj.bias", ("BF16", [64])),
     "a scale without a rule": (LLAMA, llama_tensors(), "model.layers.1.mlp.up_proj.weight_zero_point", ("I32", [1])),
     "a number with a leading zero": (LLAMA, llama_tensors(), "model.layers.00.mlp.up_proj.weight", ("BF16", [96, 64])),
+    "a # for a layer": (LLAMA, llama_tensors(), "model.layers.#.mlp.up_proj.weight", ("BF16", [96, 64])),
+    "a # for a number and in a word": (LLAMA, llama_tensors(), "model.layers.#.mlp.u#p##.weight", ("BF16", [96, 64])),
+    "a placeholder for a layer": (LLAMA, llama_tensors(), "model.layers.{layer}.mlp.up_proj.weight", ("BF16", [96, 64])),
+    "a placeholder for an expert's layer": (MOE, moe_bf16(), "model.layers.{layer}.mlp.experts.2.gate_proj.weight", ("BF16", [128, 128])),
+    "a # for an expert": (MOE, moe_bf16(), "model.layers.1.mlp.experts.#.gate_proj.weight", ("BF16", [128, 128])),
+    "an expert with a leading zero": (MOE, moe_bf16(), "model.layers.1.mlp.experts.02.gate_proj.weight", ("BF16", [128, 128])),
+    "an expert in other digits": (MOE, moe_bf16(), "model.layers.1.mlp.experts.\u0662.gate_proj.weight", ("BF16", [128, 128])),
 }  # fmt: skip
 
 
@@ -364,14 +371,15 @@ def test_unexpected_tensor_is_named(
     assert any(line.startswith(f"checkpoint: {name}: unexpected tensor") for line in lines), lines
 
 
-def test_expert_beyond_the_range_does_not_make_up_for_a_missing_one() -> None:
+@pytest.mark.parametrize("number", ["4", "03", "\u0663", "#"])
+def test_expert_beyond_the_range_does_not_make_up_for_a_missing_one(number: str) -> None:
     tensors = moe_bf16()
-    tensors["model.layers.1.mlp.experts.4.gate_proj.weight"] = tensors.pop(
+    tensors[f"model.layers.1.mlp.experts.{number}.gate_proj.weight"] = tensors.pop(
         "model.layers.1.mlp.experts.2.gate_proj.weight"
     )
     lines = refusal(MOE, tensors)
     assert any("experts.2.gate_proj.weight: missing tensor" in line for line in lines)
-    assert any("experts.4.gate_proj.weight: unexpected tensor" in line for line in lines)
+    assert any(f"experts.{number}.gate_proj.weight: unexpected tensor" in line for line in lines)
 
 
 def test_scale_beyond_the_range_does_not_make_up_for_a_missing_one() -> None:

@@ -18,6 +18,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 
 from samples import certify, write_key
 from tonnage.export.keys import KeyFileError, load_private_key, sign_payload
@@ -38,6 +39,8 @@ SIGNED = Signed(
     hash="sha256",
     digests={"manifest.json": "00" * 32, "weights/tp2/rank-0/a.safetensors": "ff" * 32, "config.json": "0a" * 32},
 )
+P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+"""Of the curve's group: SEC 2, section 2.4.2."""
 PEM = serialization.Encoding.PEM
 SESAME = "open sesame"
 PLAIN = serialization.PublicFormat.SubjectPublicKeyInfo
@@ -261,6 +264,36 @@ def test_certificate_that_stands_twice_is_refused(authority: Path) -> None:
         assert "a certificate stands twice" in said
 
 
+@pytest.mark.parametrize(
+    ("leaf", "middle", "said"),
+    [
+        ((2020, 2021), (2019, 2021), ""),
+        ((2020, 2030), (2020, 2021), ""),
+        ((2020, 2021), (2021, 2030), "not trusted"),
+        ((2020, 2030), (2015, 2019), "not trusted"),
+    ],
+    ids=["all over now", "over soon after", "issuer of later", "issuer of earlier"],
+)
+def test_certificates_are_judged_at_the_beginning_of_the_first_as_the_stock_verifier_does(
+    tmp_path: Path, leaf: tuple[int, int], middle: tuple[int, int], said: str
+) -> None:
+    keys = {name: load_private_key(write_key(tmp_path, name)[0], None) for name in ("root", "middle", "leaf")}
+    long = (2000, 2100)
+    certificates = {
+        "root": certify("root", keys["root"], "root", keys["root"], authority=True, years=long),
+        "middle": certify("middle", keys["middle"], "root", keys["root"], authority=True, years=middle),
+        "leaf": certify("leaf", keys["leaf"], "middle", keys["middle"], authority=False, years=leaf),
+    }
+    for name, certificate in certificates.items():
+        (tmp_path / f"{name}.crt").write_bytes(certificate.public_bytes(PEM))
+    raw = load_signer(by_leaf(tmp_path)).sign(SIGNED)
+    by = CertificateChain(paths=(tmp_path / "root.crt",))
+    if said:
+        assert said in refused(raw, by)
+    else:
+        assert read_signature(raw, by) == SIGNED
+
+
 def test_no_bit_of_a_chain_is_without_a_meaning(authority: Path) -> None:
     raw = load_signer(by_leaf(authority, chain=("middle", "root"))).sign(SIGNED)
     by = CertificateChain(paths=(authority / "root.crt",))
@@ -283,6 +316,20 @@ def flipped(raw: bytes, at: int, bit: int) -> bytes:
 def test_no_bit_of_a_signature_is_without_a_meaning(keys: Path, bundle: bytes) -> None:
     for at, bit in flips(bundle, 1500):
         refused(flipped(bundle, at, bit), trust(keys))
+
+
+def test_the_other_form_of_an_elliptic_curve_signature_says_the_same(keys: Path, bundle: bytes) -> None:
+    """Stock signers write either form, so both are read; nothing is known by the bytes of its signature."""
+    document = json.loads(bundle)
+    sig = base64.b64decode(document["dsseEnvelope"]["signatures"][0]["sig"])
+    r, s = decode_dss_signature(sig)
+    other = encode_dss_signature(r, P256_ORDER - s)
+    document["dsseEnvelope"]["signatures"][0]["sig"] = base64.b64encode(other).decode()
+    assert read_signature(json.dumps(document).encode(), trust(keys)) == read_signature(bundle, trust(keys)) == SIGNED
+    for wrong in ((r, P256_ORDER - s + 1), (P256_ORDER - r, s), (r, s + P256_ORDER), (0, s), (r, 0)):
+        forged = base64.b64encode(encode_dss_signature(*wrong)).decode()
+        document["dsseEnvelope"]["signatures"][0]["sig"] = forged
+        assert "does not verify" in refused(json.dumps(document).encode(), trust(keys))
 
 
 def test_another_key_is_refused_by_its_hint_and_without(keys: Path, bundle: bytes) -> None:

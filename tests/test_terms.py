@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from statistics import median
 
@@ -31,7 +32,7 @@ from tonnage.memory.terms import (
     scaled_up,
 )
 from tonnage.memory.workspace_shape import Deployment
-from tonnage.term_evidence import LogRow, Seen, class_of_name, logged, refused, seen_in
+from tonnage.term_evidence import LogRow, Seen, class_of_name, consumed_gib, logged, refused, seen_in
 from tonnage.topology import Topology
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -311,9 +312,38 @@ def test_logs_without_a_rule_are_refused_by_name():
     assert refused(msgspec.structs.replace(row, engine="vllm")) is None
 
 
+@pytest.mark.parametrize("figure", ["-1", "NaN", "Infinity", "1E+9999999", "1048577", "1E-19", "0.0000000000000000001"])
+def test_figures_that_no_log_prints_are_refused_by_name(figure: str):
+    row = LogRow(id="x", source="s", engine="vllm", activation_gib=Decimal(figure))
+    assert "activation_gib is no figure; expected a decimal from 0 to 1048576" in str(refused(row))
+    for printed in ("0", "1048576", "0.85", "1E+2", "0.0000000000000001"):
+        assert refused(msgspec.structs.replace(row, activation_gib=Decimal(printed))) is None
+
+
+def test_numbers_without_end_in_notes_are_no_figures():
+    assert consumed_gib(LogRow(id="x", source="s", engine="vllm", notes="consumed 12.5 GiB")) == Decimal("12.5")
+    for digits in ("9" * 5000 + ".5", "1." + "0" * 5000, "\u0661.5"):
+        row = LogRow(id="x", source="s", engine="vllm", notes=f"consumed {digits}")
+        assert consumed_gib(row) is None
+
+
+def test_the_second_log_of_a_name_is_left_out(tmp_path: Path, configs: Path):
+    path = tmp_path / "logs.jsonl"
+    line = b'{"id": "a", "source": "s", "engine": "vllm", "model_id": "Qwen/Qwen3-8B"}'
+    path.write_bytes(line + b"\n" + line)
+    used, left_out = read_logs(path, configs)
+    assert len(used) == 1
+    assert [str(problem) for problem in left_out] == ["a: another log of this name came before"]
+
+
 @pytest.mark.parametrize(
-    "line", [b"{", b"[]", b'{"id": 3}', b'{"id": "a", "source": "s", "engine": "vllm", "tp": "x"}', b"\xff"]
-)
+    "line",
+    [
+        b"{", b"[]", b'{"id": 3}', b'{"id": "a", "source": "s", "engine": "vllm", "tp": "x"}', b"\xff", b'{"id": ' + b"[" * 5000,
+        b'{"id": "a", "source": "s", "engine": "vllm", "config": {"a": ' + b"[" * 5000,
+        b'{"id": "a", "source": "s", "engine": "vllm", "max_num_seqs": -1}',
+    ],
+)  # fmt: skip
 def test_garbage_is_no_log(line: bytes, tmp_path: Path):
     path = tmp_path / "logs.jsonl"
     path.write_bytes(b"\n" + line + b"\n")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tonnage.assignment import Assigned, Assignment
 from tonnage.checkpoint.recognise import AUXILIARY, SUFFIXES
-from tonnage.checkpoint.tally import Kind, Kinds, Masker, matching_names, tally
+from tonnage.checkpoint.tally import Kind, Kinds, Masker, matching_names, tally, unmasked
 from tonnage.errors import CheckpointError, Problem
 from tonnage.formats.quantized import is_read_by_value
 from tonnage.recipes.blueprint import Blueprint, Module, masked, spells_number, stored_tensors
@@ -323,7 +323,7 @@ class _Matcher:
             kind = next(iter(kinds), None)
             yield Problem(
                 where="checkpoint",
-                tensor=name.replace("#", str(first), 1).replace("#", "*"),
+                tensor=unmasked(name, first),
                 what="unexpected tensor: the recipe has no such module"
                 if first is None or name not in allowed
                 else "unexpected tensor on this layer",

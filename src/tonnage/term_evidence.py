@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -63,11 +63,16 @@ GPU_NAMES: tuple[tuple[str, GpuClass], ...] = (
     (r"\bMI\d|AMD", "amd"),
     (r"RTX 30|RTX 40|RTX A|\bA[14]0\b|\bL4|Ada|Ampere", "ampere-ada"),
 )
-_FREE = re.compile(r"free at start (\d+\.\d+)")
-_ESTIMATE = re.compile(r"graph estimate (\d*\.\d+)")
-_CONSUMED = re.compile(r"consumed(?: after load)? (\d+\.\d+)")
-_CAPTURE = re.compile(r"(?:graph capture|cudagraph sizes,) max (\d+)|max graph capture (\d+)")
-_DRAFTED = re.compile(r"(\d+) tokens")
+_GIB = r"(\d{0,7}\.\d{1,9})(?!\d)"
+_FREE = re.compile(rf"free at start {_GIB}", re.ASCII)
+_ESTIMATE = re.compile(rf"graph estimate {_GIB}", re.ASCII)
+_CONSUMED = re.compile(rf"consumed(?: after load)? {_GIB}", re.ASCII)
+_CAPTURE = re.compile(r"(?:graph capture|cudagraph sizes,) max (\d{1,9})|max graph capture (\d{1,9})", re.ASCII)
+_DRAFTED = re.compile(r"(?<!\d)(\d{1,9}) tokens", re.ASCII)
+_MOST_GIB = 1 << 20
+_FINEST = -18
+"""Decimal places of a figure: what is finer was not printed, and takes for ever to compute with."""
+_Limit = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 ESTIMATE_TAKEN_OFF: Release = (0, 21)
 UNKNOWN_CONTEXT = 32768
 
@@ -91,9 +96,9 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str | None = None
     gpu_mem_gib: Decimal | None = None
     gpu_memory_utilization: Decimal | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
+    max_model_len: _Limit | None = None
+    max_num_seqs: _Limit | None = None
+    max_num_batched_tokens: _Limit | None = None
     draft: str | None = None
     weights_gib_per_gpu: Decimal | None = None
     kv_available_gib: Decimal | None = None
@@ -103,6 +108,9 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     notes: str | None = None
     config: dict[str, Any] | None = None
     shape: ModelShape | None = None
+
+
+_FIGURES = tuple(field.name for field in msgspec.structs.fields(LogRow) if field.type == Decimal | None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +168,20 @@ def refused(row: LogRow) -> Problem | None:
         return Problem(where=row.id, what="no rules for this engine", expected=", ".join(ENGINES), found=row.engine)
     if (row.engine_version or "").startswith("V0"):
         return Problem(where=row.id, what="vLLM's first engine counts its context among other memory")
+    for name in _FIGURES:
+        figure: Decimal | None = getattr(row, name)
+        if figure is not None and not _is_printed(figure):
+            expected = f"a decimal from 0 to {_MOST_GIB}"
+            return Problem(where=row.id, what=f"{name} is no figure", expected=expected, found=str(figure)[:80])
     if (row.ep or 1) not in (1, row.tp):
         return Problem(where=row.id, what="experts spread over data-parallel ranks have no rule")
     return None
+
+
+def _is_printed(figure: Decimal) -> bool:
+    """Whether a log can have printed a figure: not negative, not huge, not finer than any print."""
+    exponent = figure.as_tuple().exponent
+    return isinstance(exponent, int) and _FINEST <= exponent <= len(str(_MOST_GIB)) and 0 <= figure <= _MOST_GIB
 
 
 def deployment_of(row: LogRow) -> Deployment:

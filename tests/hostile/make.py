@@ -207,6 +207,7 @@ CONFIGS: dict[str, bytes] = {
     "two-values": b'{"model_type": "llama"} {}',
     "control-character": b'{"model_type": "lla\nma"}',
     "lone-surrogate": b'{"model_type": "\\ud800"}',
+    "lone-surrogate-key": b'{"model_type": "llama", "rope": [{"\\udfff": 1, "a": 2}]}',
 }
 
 

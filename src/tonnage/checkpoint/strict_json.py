@@ -164,6 +164,11 @@ def _plain(value: object, path: str, where: str, problems: list[Problem]) -> obj
     if not isinstance(value, Members):
         return value
     problems.extend(
+        Problem(where=where, what=f"a key of {path or 'the whole'}", expected="Unicode text", found=ascii(key)[:80])
+        for key, _ in value
+        if not is_unicode(key)
+    )
+    problems.extend(
         Problem(where=where, what=f"duplicate key {path}{'.' if path else ''}{key}", expected="1", found=str(count))
         for key, count in repeated(value)
     )

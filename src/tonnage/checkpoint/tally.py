@@ -1,14 +1,16 @@
 """Half a million tensor names to a few thousand counts, without losing what can be wrong.
 
-Every name is split into a masked name (``#`` for every number between dots), its first number (the layer) and the rest
-(the expert). Tensors that agree in masked name, first number, dtype and shape are counted together. A header shared by
-many files (:mod:`tonnage.checkpoint.skeletons`) is counted once. Names are distinct by then, so a count that reaches
-the number of instances, with no number beyond their range, means that all of them are there.
+Every name is split into a masked name (``#`` for every number between dots, ``##`` for every ``#`` that was there), its
+first number (the layer) and the rest (the expert). Tensors that agree in masked name, first number, dtype and shape are
+counted together. A header shared by many files (:mod:`tonnage.checkpoint.skeletons`) is counted once. Names are
+distinct by then, and so are their numbers, as one without leading zeros stands for a number: a count that reaches the
+number of instances, with no number beyond their range, means that all of them are there.
 """
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from tonnage.checkpoint.skeletons import PLACEHOLDER
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"(?<=\.)(0|[1-9][0-9]{0,8})(?=\.|$)", re.ASCII)
 _INDEX = re.compile(r"\{[a-z_]+\}")
 _NUMBER_OR_INDEX = re.compile(r"(?<=\.)(?:\{[a-z_]+\}|0|[1-9][0-9]{0,8})(?=\.|$)", re.ASCII)
+_WHOLE_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
+_MASK = re.compile(r"(?<=\.)#(?=\.|$)")
 _EXPERTS = ".experts."
 
 
@@ -51,6 +55,8 @@ class Masker:
     ('layers.#.mlp.0.weight', (3,))
     >>> Masker(()).split("model.layers.3.mlp.experts.17.w1.weight")
     ('model.layers.#.mlp.experts.#.w1.weight', (3, 17))
+    >>> Masker(()).split("model.layers.#.w1.weight")
+    ('model.layers.##.w1.weight', ())
     """
 
     def __init__(self, spelled: Iterable[str]) -> None:
@@ -63,11 +69,20 @@ class Masker:
 
     def split(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Return the masked name and the numbers it stands for."""
-        masked_name, numbers = _NUMBER.sub("#", name), tuple(map(int, _NUMBER.findall(name)))
+        masked_name, numbers = _NUMBER.sub("#", name.replace("#", "##")), tuple(map(int, _NUMBER.findall(name)))
         for pattern, spelled in self._spelled.get(masked_name, ()):
             if all(fixed is None or fixed == number for fixed, number in zip(spelled, numbers, strict=True)):
                 return pattern, tuple(n for fixed, n in zip(spelled, numbers, strict=True) if fixed is None)
         return masked_name, numbers
+
+
+def unmasked(masked_name: str, first: int | None) -> str:
+    """Return a masked name for a reader: its first number written out, ``*`` for the others.
+
+    >>> unmasked("layers.#.experts.#.a##b", 3)
+    'layers.3.experts.*.a#b'
+    """
+    return _MASK.sub("*", _MASK.sub(str(first), masked_name, count=1)).replace("##", "#")
 
 
 def tally(shards: Iterable[ShardHeader], masker: Masker) -> Tally:
@@ -102,28 +117,36 @@ _LAYER = -1
 def _count(shard: ShardHeader, masker: Masker) -> Tally:
     """Count one skeleton; ``_LAYER`` stands for the layer number of the file."""
     result: Tally = {}
+    shared = shard.layer is not None  # else the placeholder is a name's own
     by_expert: dict[tuple[str, str, str, tuple[int, ...]], list[int]] = {}
     for entry in shard.skeleton.tensors:
         prefix, found, rest = entry.name.partition(_EXPERTS)
         number, _, suffix = rest.partition(".")
-        if found and number.isdecimal() and suffix and not _NUMBER.search(suffix):
+        if found and suffix and _WHOLE_NUMBER.fullmatch(number) and _is_layered(prefix) and not _NUMBER.search(suffix):
             group = by_expert.setdefault((prefix, suffix, entry.dtype, entry.shape), [0, 0])
             group[0] += 1
             group[1] = max(group[1], int(number))
         else:
-            _add(result, masker, entry.name, Kind(entry.dtype, entry.shape), 1, ())
+            _add(result, masker, entry.name, Kind(entry.dtype, entry.shape), 1, shared)
     for (prefix, suffix, dtype, shape), (instances, largest) in by_expert.items():
-        _add(result, masker, f"{prefix}{_EXPERTS}#.{suffix}", Kind(dtype, shape), instances, (largest,))
+        _add(result, masker, f"{prefix}{_EXPERTS}{largest}.{suffix}", Kind(dtype, shape), instances, shared)
     return result
 
 
-def _add(result: Tally, masker: Masker, name: str, kind: Kind, instances: int, expert: tuple[int, ...]) -> None:
-    layered = PLACEHOLDER in name
+@lru_cache(maxsize=1024)
+def _is_layered(prefix: str) -> bool:
+    """Whether a number stands before that of the expert, which is then not the first."""
+    return PLACEHOLDER in prefix or _NUMBER.search(prefix) is not None
+
+
+def _add(result: Tally, masker: Masker, name: str, kind: Kind, instances: int, shared: bool) -> None:  # noqa: FBT001
+    """Count instances whose names differ in their last number only; the name has the largest."""
+    layered = shared and PLACEHOLDER in name
     masked_name, numbers = masker.split(name.replace(PLACEHOLDER, "0") if layered else name)
     first = None
     if numbers:
         first = _LAYER if layered else numbers[0]
-    count = Count(instances, (*numbers[1:], *expert))
+    count = Count(instances, numbers[1:])
     kinds = result.setdefault((masked_name, first), {})
     kinds[kind] = _sum(kinds[kind], count) if kind in kinds else count
 

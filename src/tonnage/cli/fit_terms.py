@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tonnage.cli.options import Json, emit, emit_json
+from tonnage.cli.options import Json, emit, emit_json, note
 from tonnage.errors import CheckpointError, ConfigError, PlacementError, Problem, TonnageError, one_line
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def fit_terms(
                    "left_out": [str(problem) for problem in left_out]})  # fmt: skip
         return
     for problem in left_out:
-        typer.echo(f"left out: {problem}", err=True)
+        note(f"left out: {problem}")
     emit(f"{len(used)} logs; records: " + ", ".join(f"{count} of {name}" for name, count in counts.items()))
 
 
@@ -63,6 +63,7 @@ def read_logs(path: Path, configs: Path | None = None) -> tuple[list[Logged], li
 
     used: list[Logged] = []
     left_out: list[Problem] = []
+    known: set[str] = set()
     for number, line in enumerate(
         read_bytes(path, limit_bytes=MOST_LOG_BYTES, kind=CheckpointError).splitlines(), start=1
     ):
@@ -70,11 +71,15 @@ def read_logs(path: Path, configs: Path | None = None) -> tuple[list[Logged], li
             continue
         try:
             row = msgspec.json.decode(line, type=LogRow)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             found = one_line(str(error))
             raise CheckpointError(
                 Problem(where=f"{path.name}:{number}", what="no log record", expected="one JSON object", found=found)
             ) from error
+        if row.id in known:
+            left_out.append(Problem(where=one_line(row.id), what="another log of this name came before"))
+            continue
+        known.add(row.id)
         try:
             used.append(with_model(row, configs))
         except TonnageError as error:

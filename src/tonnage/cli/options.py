@@ -29,6 +29,7 @@ Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel size.")]
 Ep = Annotated[int, typer.Option("--ep", help="Expert-parallel size: 1, or the tensor-parallel size.")]
 Pp = Annotated[int, typer.Option("--pp", help="Pipeline-parallel size.")]
 _NOT_PLAIN = re.compile(r"[^\n -~]")
+_NOT_PLAIN_OR_COLOUR = re.compile(r"\x1b\[[0-9;]*m|[^\n -~]")
 Json = Annotated[bool, typer.Option("--json", help="Print a versioned JSON document instead of a table.")]
 Output = Annotated[Path, typer.Option("-o", "--output", help="Directory to write; must not exist, or be empty.")]
 GpuName = Annotated[str | None, typer.Option("--gpu", help="GPU out of `tonnage gpus`.")]
@@ -76,8 +77,24 @@ DraftTokens = Annotated[int | None, typer.Option("--draft-tokens", min=1, help="
 
 
 def emit(text: str) -> None:
-    """Print a result on stdout."""
-    typer.echo(text.rstrip("\n"))
+    """Print a result on stdout, escaped as :func:`visible` does."""
+    typer.echo(visible(text.rstrip("\n")))
+
+
+def visible(text: str) -> str:
+    r"""Return text a terminal can be given: colours and line ends stay, what else cannot be seen is escaped.
+
+    Whatever reads an input escapes what it says of it; this holds for what was forgotten, such as names of files.
+
+    >>> print(visible("caf\u00e9 \x1b]0;title\x07 \u202e"))
+    café \x1b]0;title\x07 \u202e
+    """
+    return _NOT_PLAIN_OR_COLOUR.sub(_spelled, text)
+
+
+def _spelled(match: re.Match[str]) -> str:
+    one = match[0]
+    return one if one.isprintable() or len(one) > 1 else one.encode("unicode_escape", "backslashreplace").decode()
 
 
 def emit_json(document: dict[str, Any]) -> None:
@@ -105,4 +122,4 @@ def _escaped(match: re.Match[str]) -> str:
 def note(text: str) -> None:
     """Print progress or a warning on stderr; where nobody can be told, the exit code alone says it."""
     with suppress(OSError):
-        typer.echo(text, err=True)
+        typer.echo(visible(text), err=True)

@@ -16,26 +16,19 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from OpenSSL import crypto
 
 from tonnage.errors import Problem, TonnageError
+from tonnage.export.certificate_errors import CERTIFICATE_ERRORS
 from tonnage.export.keys import check_public_key
 
 _USE = "key usage digitalSignature, or extended key usage codeSigning"
 _NO_USE = "certificate may not be used to sign"
-_ERRORS = (
-    ValueError,
-    UnsupportedAlgorithm,
-    x509.DuplicateExtension,
-    x509.UnsupportedGeneralNameType,
-    x509.InvalidVersion,
-    crypto.Error,
-)
-"""What the libraries raise for a certificate that makes no sense."""
+_ERRORS: tuple[type[Exception], ...] = (*CERTIFICATE_ERRORS, crypto.Error)
 
 
 def signing_key(

@@ -98,12 +98,14 @@ def load_certificates(path: Path) -> tuple[x509.Certificate, ...]:
     """
     from cryptography.x509 import load_pem_x509_certificates  # noqa: PLC0415 - only for certificates, and slow
 
+    from tonnage.export.certificate_errors import CERTIFICATE_ERRORS  # noqa: PLC0415 - same
+
     raw = read_key_file(path)
     try:
         with warnings.catch_warnings():  # about how old certificates are encoded
             warnings.simplefilter("ignore")
             return tuple(load_pem_x509_certificates(raw))
-    except ValueError as error:
+    except CERTIFICATE_ERRORS as error:
         expected = "certificates in PEM form"
         raise KeyFileError(
             Problem(where=str(path), what="not certificates", expected=expected, found=_kind(raw))

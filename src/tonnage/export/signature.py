@@ -211,7 +211,9 @@ def _by_identity(raw: bytes, trust: SigstoreIdentity, where: str) -> bytes:
         from sigstore.errors import Error  # noqa: PLC0415 - an extra
         from sigstore.models import Bundle  # noqa: PLC0415 - an extra
 
-        refusals = (Error, ValueError, LookupError, TypeError, AttributeError, OSError)
+        from tonnage.export.certificate_errors import CERTIFICATE_ERRORS  # noqa: PLC0415 - an extra
+
+        refusals: tuple[type[Exception], ...] = (*CERTIFICATE_ERRORS, Error, LookupError, AttributeError, OSError)
         try:
             verifier = sign_sigstore.Verifier(
                 identity=trust.identity, oidc_issuer=trust.issuer, trust_config=trust.trust_config

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, isfinite
+from math import ceil
 from typing import TYPE_CHECKING
 
 from tonnage.memory.term import Term
@@ -210,6 +210,6 @@ def _number(fields: Mapping[str, object], key: str) -> int | None:
 
 def _fraction(fields: Mapping[str, object], key: str) -> Fraction | None:
     value = fields.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or not 0 < value <= MOST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST:
         return None
     return Fraction(value)

@@ -54,7 +54,7 @@ _ENGINE_KEYS = frozenset({
 })  # fmt: skip
 _FLAGS = frozenset({"replicas", "transposed", "bare", "quantizes", "convert"})
 _TEXTS = frozenset({"role", "why", "dtype", "fused", "split", "stage", "credit"})
-_RECIPE_NAME = re.compile(r"[a-z0-9_]+", re.ASCII)
+_RECIPE_NAME = re.compile(r"[a-z0-9_]{1,64}", re.ASCII)
 _DEEPEST_INCLUDE = 8
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
