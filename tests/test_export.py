@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -218,15 +219,29 @@ def test_a_comparison_is_cited_and_shown_by_verify(
     assert "already packaged: the comparison it cites cannot change" in refused(prepared, signer, other)
 
 
+def differs(document: dict[str, Any], name: str) -> None:
+    """Let one more tensor differ."""
+    next(error for error in document["errors"] if error["name"] == name)["identical"] = False
+    document["tensors"]["differing"] += 1
+
+
+def forgets(document: dict[str, Any]) -> None:
+    """Leave out a tensor that differs, and count accordingly."""
+    document["errors"].remove(next(error for error in document["errors"] if not error["identical"]))
+    for count in ("compared", "differing"):
+        document["tensors"][count] -= 1
+
+
 FOREIGN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another source": (lambda d: d["a"].update(digest="0" * 64), "A is not the source of this package"),
     "no source": (lambda d: d["a"].update(of="prepared"), "A is not the source of this package"),
     "other weights": (lambda d: d["b"].update(digest="0" * 64), "B is not the weights of this package"),
     "weights unknown": (lambda d: d["b"].update(digest=None), "B is not the weights of this package"),
     "a tensor that is not converted": (
-        lambda d: d["errors"].append({"name": "model.norm.weight", "identical": False}),
+        lambda d: differs(d, "model.norm.weight"),
         "model.norm.weight: differs, and is not on record as converted",
     ),
+    "fewer tensors": (forgets, "was converted, and is not among those compared"),
 }
 
 
@@ -237,6 +252,35 @@ def test_a_comparison_of_something_else_is_refused(
     document = comparison(place, prepared)
     change(document)
     assert said in refused(prepared, signer, replace(OPTIONS, compared=read_record(document, where="record")))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d.update(identical=True), "contradict each other or `identical`"),
+        (lambda d: d["tensors"].update(differing=0), "contradict each other or `identical`"),
+        (lambda d: d["tensors"].update(differing=10**9), "contradict each other or `identical`"),
+        (lambda d: d.update(errors=[]), "other tensors in `errors` than are counted"),
+        (lambda d: d["errors"].append(d["errors"][0]), "other tensors in `errors` than are counted"),
+        (lambda d: d["total"].update(differing=10**15), "more elements that differ than elements"),
+        (lambda d: d["total"].update(sqnr_db=1e308), "$.total.sqnr_db"),
+        (lambda d: d["total"].update(relative_error=-1.0), "$.total.relative_error"),
+        (lambda d: d["total"].update(largest_error=-1), "$.total.largest_error"),
+        (lambda d: d["total"].update(worst="x" * 5000), "$.total.worst"),
+        (lambda d: d["end_to_end"]["text"].update(top1_agreement=5.0), "$.end_to_end.text.top1_agreement"),
+        (lambda d: d["end_to_end"]["text"].update(kl_mean=-3), "$.end_to_end.text.kl_mean"),
+        (lambda d: d["end_to_end"]["text"].update(perplexity_b=0), "$.end_to_end.text.perplexity_b"),
+        (lambda d: d["end_to_end"]["prompts"].update(same_answers=10**6), "more answers that are the same"),
+        (lambda d: d["end_to_end"].update(versions={str(n): "" for n in range(65)}), "$.end_to_end.versions"),
+    ],
+)  # fmt: skip
+def test_figures_that_cannot_be_are_no_comparison(
+    place: Path, prepared: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    document = json.loads(json.dumps(comparison(place, prepared)))
+    change(document)
+    with pytest.raises(TonnageError, match=f"record: not a comparison; .*{re.escape(said)}"):
+        read_record(document, where="record")
 
 
 def test_what_is_no_comparison_is_refused(place: Path, prepared: Path, tonnage: Tonnage, tmp_path: Path) -> None:

@@ -107,6 +107,9 @@ DEVICE = {
 
 LINES = {
     # vLLM
+    "more free than there is": (
+        "Free memory on device (90.0/10.0 GiB) on startup. ", {"total": 10 << 30, "free": 90 << 30}
+    ),
     "weights, 0.10": ("Model loading took 13.4874 GiB and 17.310925 seconds", {"weights": 14_481_985_477}),
     "weights, memory": ("Model loading took 33.9 GiB memory and 45.12 seconds", {"weights": 36_399_847_833}),
     "budget": ("Available KV cache memory: 26.01 GiB", {"kv_budget": 27_928_024_842}),

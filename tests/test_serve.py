@@ -10,9 +10,10 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -328,6 +329,66 @@ def test_a_table_nobody_reads_is_no_reason_to_end(machine: Machine, package: Pat
     until(machine.nothing_runs)
 
 
+def test_a_full_disk_behind_the_table_is_no_reason_to_end(machine: Machine, package: Path):
+    machine.tell("serves")
+    command = [Path(sys.executable).with_name("tonnage"), *machine.words(package, "--check")]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "note: the table cannot be printed: No space left on device" in done.stderr
+
+
+def test_an_engine_holds_the_claim_on_its_port_when_nobody_else_does():
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with io.claimed(port) as descriptors:
+        engine = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, pass_fds=descriptors)
+    with engine:
+        with pytest.raises(TonnageError, match=f"--port {port}: another engine has this port"), io.claimed(port):
+            pass
+        engine.communicate(b"\n")
+    with io.claimed(port):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("said", "healthy"),
+    [
+        ((b"HTTP/1.1 200 OK\r\n\r\n",), True),
+        ((b"HTTP/1.0 ", b"200"), True),
+        ((b"HTTP/1.1 503 No\r\n\r\n",), False),
+        ((b"HTTP/1.1 100 Continue\r\n\r\n",) * 1000, False),
+        ((b"HTTP/1.1 200"[:9], *(b"" for _ in range(9))), False),
+        ((b"H", b"T", b"T", b"P", b"/", b"1", b".", b"1", b" ", b"2", b"0"), False),
+        ((b"x" * 100_000,), False),
+    ],
+    ids=["ready", "in pieces", "not yet", "goes on", "hangs", "drips", "speaks otherwise"],
+)
+def test_whoever_answers_slowly_or_without_end_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, said: tuple[bytes, ...], healthy: bool
+):
+    monkeypatch.setattr(io, "_ASK_SECONDS", 0.3)
+    asked = threading.Event()
+
+    def answer(server: socket.socket) -> None:
+        one, _ = server.accept()
+        with one, suppress(OSError):
+            for part in said:
+                one.sendall(part)
+                if len(said) < 1000 and asked.wait(0.05):
+                    break
+            asked.wait(5)
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        threading.Thread(target=answer, args=(server,), daemon=True).start()
+        begin = time.monotonic()
+        found = io.is_healthy(replace(HERE, port=server.getsockname()[1]))
+        asked.set()
+        assert found is healthy
+        assert time.monotonic() - begin < 2
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -370,7 +431,11 @@ def test_another_signer_is_not_started(machine: Machine, package: Path, tmp_path
         (("--", "--max_model_len=9"), "--max_model_len=9: follows from the plan; expected --context"),
         (("--", "-tp", "4", "--data-parallel-size=2"), "--data-parallel-size=2: would serve something else than was planned"),
         (("--log-limit", "much"), "--log-limit"),
+        (("--log-limit", "262143B"), "--log-limit: too little for a start-up log; expected 262144 bytes or more"),
         (("--name", "-x"), "--name: no name of a model"),
+        (("--engine-command", "vllm 'serve"), "--engine-command: no words; found No closing quotation"),
+        (("--host", "a" * 64 + ".invalid"), "cannot be listened at"),
+        (("--host", "\udcff"), "cannot be listened at"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )  # fmt: skip
@@ -393,6 +458,11 @@ def test_a_place_that_is_taken_is_refused(machine: Machine, package: Path, tmp_p
     with closing(socket.create_server(("127.0.0.1", machine.port))):
         assert "cannot be listened at" in machine.refusal(package)
     assert "is inside what is served" in machine.refusal(package, "--run", package / "run")
+    (tmp_path / "link").symlink_to(package, target_is_directory=True)
+    for place in (package, tmp_path / "link"):
+        assert "another --save FILE" in machine.refusal(package, "--save", place / "record.json")
+    with io.claimed(machine.port):
+        assert f"--port {machine.port}: another engine has this port" in machine.refusal(package)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").touch()
     assert "full: not empty" in machine.refusal(package, "--run", tmp_path / "full")
@@ -521,7 +591,7 @@ def test_a_build_without_a_command_names_the_model_by_a_flag():
 @pytest.mark.parametrize(
     "word",
     ["--max-model-len", "--max-model", "--max_num_seqs=3", "--no-enforce-eager", "--speculative-config.method", "-tp", "-tp=2",
-     "-dpl", "-O3", "-cc.mode=0", "--config", "--kv-offloading-size", "--load", "--h", "--device-memory-utilization", "-q"],
+     "-dpl", "-O3", "-cc.mode=0", "-t", "-e", "-s.method", "-qfp8", "-q=fp8", "-n2", "--convert", "--grpc", "--config", "--kv-offloading-size", "--load", "--h", "--device-memory-utilization", "-q"],
 )  # fmt: skip
 def test_a_flag_that_would_change_the_plan_is_refused(word: str):
     with pytest.raises(FlagsError, match=r"follows from the plan|something else than was planned"):

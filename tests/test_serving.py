@@ -74,8 +74,10 @@ def test_share_of_a_gpu_takes_the_engines_estimate_of_its_graphs_and_its_default
     shared = Supply(nbytes=whole.nbytes * 4 // 5, basis="exact", source="--gpu x 0.8", whole_bytes=whole.nbytes)
     asked = {"profile": (None, None, 8192), "gpu": find_gpu("h100"), "version": "0.24.0", "context_held": False}
     plan, all_of_it = planned(supply=shared, **asked), planned(supply=whole, **asked)
+    (buffers,) = (line for line in plan.ranks[0].lines if line.component == "runtime.buffers")
+    assert "1024 sequences" in buffers.source
     assert plan.ranks[0].service is not None
-    assert plan.ranks[0].service.concurrency == 1024
+    assert plan.ranks[0].service.concurrency == 1  # with one request it starts
     assert "estimate" not in components(plan)
     assert bound(plan, "runtime.graphs") != bound(all_of_it, "runtime.graphs") > 0
     assert bound(plan, "workspace.activation") == bound(all_of_it, "workspace.activation")

@@ -351,6 +351,21 @@ def test_garbage_is_no_log(line: bytes, tmp_path: Path):
         read_logs(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tp", "-1"), ("pp", "1" + 30 * "0"),
+     ("graph_gib", '"NaN"'), ("weights_gib_per_gpu", '"Infinity"'), ("kv_available_gib", '"1e999999"')],
+)  # fmt: skip
+def test_a_log_that_says_what_cannot_be_is_left_out(name: str, value: str, tmp_path: Path, configs: Path):
+    path = tmp_path / "logs.jsonl"
+    known = f'{{"id": "a", "source": "s", "engine": "vllm", "model_id": "Qwen/Qwen3-8B", "{name}": {value}}}'
+    path.write_text(known)
+    used, left_out = read_logs(path, configs)
+    assert used == []
+    assert [problem.where for problem in left_out] == ["a"]
+    assert name in str(left_out[0])
+
+
 def test_logs_without_a_model_are_named(tmp_path: Path, configs: Path):
     path = tmp_path / "logs.jsonl"
     known = b'{"id": "a", "source": "s", "engine": "vllm", "model_id": "Qwen/Qwen3-8B"}'

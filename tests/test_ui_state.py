@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from tonnage.api import PlanRequest, open_checkpoint, plan_checkpoint
 from tonnage.errors import UnitError
-from tonnage.memory.supply import find_gpu, supply_bytes
-from tonnage.profile import parse_profile
+from tonnage.plan_options import plan_request
 from tonnage.suggestions import suggest
 from tonnage.ui.state import (
     DEFAULTS,
@@ -148,14 +147,9 @@ def test_what_is_suggested_fits_once_it_is_applied(configs, name: str, state: St
     checkpoint = open_checkpoint(configs / f"{name}.json")
 
     def asked(state: State) -> PlanRequest:
-        profile = parse_profile(
-            f"c{state.concurrency}-p{state.prefill}", context_tokens=int(state.context),
-            kv_dtype=None if state.kv_dtype == "auto" else state.kv_dtype,
-        )  # fmt: skip
-        gpu = find_gpu(state.gpu)
         sizes = {size: int(getattr(state, size)) for size in ("tp", "ep", "dcp", "pp")}
-        convert = "mxfp8" if state.convert == "mxfp8" else "none"
-        return PlanRequest(engine="vllm", gpu=gpu, supply=supply_bytes(gpu), profile=profile, convert=convert, **sizes)
+        return plan_request(engine="vllm", gpu=state.gpu, supply=None, profile=f"c{state.concurrency}-p{state.prefill}", context=int(state.context),
+                            kv_dtype=None if state.kv_dtype == "auto" else state.kv_dtype, convert=state.convert, **sizes)  # fmt: skip
 
     assert plan_checkpoint(checkpoint, asked(state)).fits is False
     words = suggest(checkpoint, asked(state))

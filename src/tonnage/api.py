@@ -325,10 +325,21 @@ def plan_placement(
         kv_bytes=request.kv_bytes,
         weights=weights,
     )
-    notes = (*plan.notes, *_without_effect(placement.assignment, request), *_beyond_context(placement, request))
+    notes = (
+        *plan.notes,
+        *_without_effect(placement.assignment, request),
+        *_beyond_context(placement, request),
+        *_requests_assumed(placement, request),
+    )
     if request.device == "cpu":
         notes = (*notes, CPU_NOTE)
     return replace(plan, notes=notes)
+
+
+def _requests_assumed(placement: Placement, request: PlanRequest) -> Iterator[str]:
+    """Yield that nobody said how many requests there are to be."""
+    if request.serves and request.profile.concurrency is None and placement.engine.name != "split":
+        yield "no --profile: cache of one request, which an engine needs to start; --profile c4-p4096 says more"
 
 
 def _beyond_context(placement: Placement, request: PlanRequest) -> Iterator[str]:

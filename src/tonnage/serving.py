@@ -76,7 +76,7 @@ class RankService:
         terms: Draft, engine, buffers, activations; in report order.
         load: What loading holds for a moment, for its own verdict.
         cache: Its cache; ``None`` for a model that keeps nothing.
-        concurrency: Requests of the profile.
+        concurrency: Requests of the profile; one where it does not say.
         context_tokens: Their length.
         cache_bytes: What the profile needs of the cache.
         outside_bytes: What it holds at most outside the share of a GPU that vLLM asks for.
@@ -184,6 +184,7 @@ def serve(
         topology=topology,
     )
     limits = _limits(placement, service, deployment)
+    requests = service.profile.concurrency or 1  # an engine starts if one request fits
     draft = place_draft(service.draft, placement) if service.draft else None
     ranks = []
     for pp_rank in range(topology.pp):
@@ -198,7 +199,7 @@ def serve(
                 block_tokens=CPU_BLOCK_TOKENS if service.device == "cpu" else None,
             )
         )
-        cache_bytes = cache.needed_bytes(limits.max_seqs, limits.context_tokens) if cache else 0
+        cache_bytes = cache.needed_bytes(requests, limits.context_tokens) if cache else 0
         paged = _paged(limits, cache)
         alike: dict[tuple[RankShape, Hashable], RankService] = {}
         for tp_rank in range(topology.tp):
@@ -212,7 +213,7 @@ def serve(
                     terms=(*shape.logged, *drafted, *(term for term in terms if term.component not in outside)),
                     load=() if service.device == "cpu" else load_terms(shape.model, deployment),
                     cache=cache,
-                    concurrency=limits.max_seqs,
+                    concurrency=requests,
                     context_tokens=limits.context_tokens,
                     cache_bytes=cache_bytes,
                     outside_bytes=sum(term.bound_nbytes for term in terms if term.component in outside),

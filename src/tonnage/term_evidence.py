@@ -42,7 +42,7 @@ from tonnage.topology import Topology
 from tonnage.units import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from tonnage.topology import Engine
 
@@ -75,6 +75,10 @@ _FINEST = -18
 _Limit = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 ESTIMATE_TAKEN_OFF: Release = (0, 21)
 UNKNOWN_CONTEXT = 32768
+
+
+_SIZES = ("tp", "pp", "ep", "dp")
+_MOST_SIZE = 1 << 32
 
 
 class LogRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,7 +179,15 @@ def refused(row: LogRow) -> Problem | None:
             return Problem(where=row.id, what=f"{name} is no figure", expected=expected, found=str(figure)[:80])
     if (row.ep or 1) not in (1, row.tp):
         return Problem(where=row.id, what="experts spread over data-parallel ranks have no rule")
-    return None
+    return next(_impossible(row), None)
+
+
+def _impossible(row: LogRow) -> Iterator[Problem]:
+    """Yield sizes that no engine has, whatever a log says."""
+    for name in _SIZES:
+        size = getattr(row, name)
+        if size is not None and not 0 <= size <= _MOST_SIZE:
+            yield Problem(where=row.id, what=name, expected=f"0 to {_MOST_SIZE}", found=str(size))
 
 
 def _is_printed(figure: Decimal) -> bool:

@@ -105,16 +105,17 @@ def serve(
     from tonnage.cli.opening import Opening
     from tonnage.cli.serve_session import Session
     from tonnage.plan_options import plan_request
-    from tonnage.serve.io import check_free, find_program, new_run_directory
+    from tonnage.serve.io import check_free, check_outside, claimed, find_program, new_run_directory
+    from tonnage.serve.log import limit_of
     from tonnage.serve.run import Launch, run_engine
     from tonnage.serve.source import open_served
     from tonnage.serve.words import Address, engine_words
-    from tonnage.units import parse_size
 
     trust = step.trusted(key, certificate_chain, identity, issuer, trust_config, unsigned=unsigned, fast=fast)
-    words, log_bytes = step.extra_words(extra), parse_size(log_limit, where="--log-limit")
+    words, log_bytes = step.extra_words(extra), limit_of(log_limit)
     if save is not None:
         check_new(save)
+        check_outside(save, package, option="--save FILE")
     program = find_program(engine_command)
     if trust is not None:
         step.verify(package, trust, fast=fast)
@@ -140,15 +141,16 @@ def serve(
     )
     launched = engine_words(command, program, address, words)
     check_free(address)
-    directory = new_run_directory(run, served.name, served.directory, os.environ)
-    launch = Launch(
-        words=launched, environment=step.engine_variables(memory), address=address, directory=directory,
-        log_bytes=log_bytes, ready_seconds=timeout, grace_seconds=grace, check=check,
-    )  # fmt: skip
-    session = Session(
-        served=served, request=request, plan=plan, document=document, launch=launch, verified=trust is not None,
-        save=save, as_json=as_json,
-    )  # fmt: skip
-    session.begin()
-    ran = run_engine(launch, session.ready, (lambda line: note(one_line(line))) if show_log else None)
+    with claimed(port) as descriptors:
+        directory = new_run_directory(run, served.name, served.directory, os.environ)
+        launch = Launch(
+            words=launched, environment=step.engine_variables(memory), address=address, directory=directory,
+            log_bytes=log_bytes, ready_seconds=timeout, grace_seconds=grace, check=check, inherited=descriptors,
+        )  # fmt: skip
+        session = Session(
+            served=served, request=request, plan=plan, document=document, launch=launch, verified=trust is not None,
+            save=save, as_json=as_json,
+        )  # fmt: skip
+        session.begin()
+        ran = run_engine(launch, session.ready, (lambda line: note(one_line(line))) if show_log else None)
     raise typer.Exit(session.end(ran))

@@ -148,12 +148,12 @@ class Session:
         from tonnage.report.served import served_document, served_table
         from tonnage.report.tables import render
 
-        if self.as_json:
-            slug = self.request.gpu.slug if self.request.gpu else None
-            text = json_text(served_document(self._facts(seconds), observed, shortfalls, gpu=slug))
-        else:
-            text = "" if observed is None else render(served_table(observed, shortfalls))
-        try:
+        try:  # making a table looks at the terminal it is for
+            if self.as_json:
+                slug = self.request.gpu.slug if self.request.gpu else None
+                text = json_text(served_document(self._facts(seconds), observed, shortfalls, gpu=slug))
+            else:
+                text = "" if observed is None else render(served_table(observed, shortfalls))
             emit(text)
         except OSError as error:  # who read it has gone: no reason to end an engine that serves
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

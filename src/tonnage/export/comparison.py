@@ -18,17 +18,25 @@ _WHERE = "--compare"
 _MOST_NAMED = 8
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Error = Annotated[float, msgspec.Meta(ge=0)]
+_Divergence = Annotated[float, msgspec.Meta(ge=-0.01)]
+"""At least zero, rounding aside."""
+_Perplexity = Annotated[float, msgspec.Meta(gt=0)]
+_Decibels = Annotated[float, msgspec.Meta(ge=-10_000, le=10_000)]
+"""More than squares of float64 can be apart."""
+_Versions = Annotated[dict[_Text, _Text], msgspec.Meta(max_length=64)]
 
 
 class Agreement(msgspec.Struct, frozen=True):
     """Next-token distributions of both at the same positions."""
 
     positions: _Count
-    top1_agreement: float
-    kl_mean: float
-    kl_largest: float
-    perplexity_a: float
-    perplexity_b: float
+    top1_agreement: _Share
+    kl_mean: _Divergence
+    kl_largest: _Divergence
+    perplexity_a: _Perplexity
+    perplexity_b: _Perplexity
 
 
 class OfText(Agreement, frozen=True, kw_only=True):
@@ -53,7 +61,7 @@ class EndToEnd(msgspec.Struct, frozen=True):
     weights: _Text
     computed_in: _Text
     device: _Text
-    versions: dict[_Text, _Text]
+    versions: _Versions
 
 
 class Tensors(msgspec.Struct, frozen=True):
@@ -72,10 +80,10 @@ class Total(msgspec.Struct, frozen=True):
     elements: _Count
     differing: _Count
     nonfinite: _Count
-    relative_error: float | None
-    sqnr_db: float | None
-    largest_error: float
-    worst: str | None
+    relative_error: _Error | None
+    sqnr_db: _Decibels | None
+    largest_error: _Error
+    worst: Annotated[str, msgspec.Meta(max_length=4096)] | None
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -95,13 +103,24 @@ class Compared(msgspec.Struct, frozen=True):
     total: Total
     end_to_end: EndToEnd | None
 
+    def __post_init__(self) -> None:
+        """Refuse figures that contradict each other."""
+        counts = self.tensors
+        apart = counts.differing or counts.incomparable or counts.only_a or counts.only_b
+        if self.identical == bool(apart) or counts.differing > counts.compared:
+            raise ValueError("counts of tensors that contradict each other or `identical`")
+        if self.total.differing > self.total.elements:
+            raise ValueError("more elements that differ than elements")
+        if self.end_to_end and self.end_to_end.prompts.same_answers > self.end_to_end.prompts.count:
+            raise ValueError("more answers that are the same than answers")
+
 
 class _Side(msgspec.Struct, frozen=True):
     of: str
     digest: str | None
 
 
-class _Error(msgspec.Struct, frozen=True):
+class _Tensor(msgspec.Struct, frozen=True):
     name: str
     identical: bool
 
@@ -112,7 +131,16 @@ class Record(Compared, frozen=True, kw_only=True):
     schema: Literal["tonnage.compare/1"]
     a: _Side
     b: _Side
-    errors: tuple[_Error, ...]
+    errors: tuple[_Tensor, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse counts of other tensors than those that are named."""
+        Compared.__post_init__(self)
+        names = {error.name for error in self.errors}
+        differing = sum(not error.identical for error in self.errors)
+        counted = (self.tensors.compared, self.tensors.compared, self.tensors.differing)
+        if (len(self.errors), len(names), differing) != counted:
+            raise ValueError("other tensors in `errors` than are counted")
 
     @property
     def cited(self) -> Compared:
@@ -159,3 +187,5 @@ def _problems(record: Record, source: str, weights: str | None, converted: Colle
     differing = sorted({error.name for error in record.errors if not error.identical} - set(converted))
     for tensor in differing[:_MOST_NAMED]:
         yield Problem(where=_WHERE, tensor=tensor, what="differs, and is not on record as converted")
+    for tensor in sorted(set(converted) - {error.name for error in record.errors})[:_MOST_NAMED]:
+        yield Problem(where=_WHERE, tensor=tensor, what="was converted, and is not among those compared")

@@ -148,6 +148,9 @@ def _origin_problems(parts: Sequence[Part], origins: Sequence[Mapping[str, Any]]
                 before, here = (_without(one.get(member), left_out) for one in (origins[0], origin))
                 if before != here:
                     yield _other(part, parts[0], f"{member} in {PROVENANCE}", str(before), str(here))
+        before, here = (one["numerics"].get("compared") for one in (origins[0], origin))
+        if before != here:
+            yield _other(part, parts[0], f"comparison in {PROVENANCE}", str(before), str(here))
 
 
 def _without(member: Any, left_out: str | None) -> Any:
@@ -205,5 +208,6 @@ def _origin(origins: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> dict[
         "numerics": {
             "class": "converted" if converted else "neutral",
             "converted": [converted[key] for key in sorted(converted)],
+            "compared": first["numerics"].get("compared"),
         },
     }

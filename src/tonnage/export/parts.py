@@ -48,7 +48,7 @@ def write_documents(directory: Path, package: Package, signature: bytes) -> bool
     """Write the documents of a package into a directory of their own, the signature last; return whether any was new.
 
     Raises:
-        PackageError: The directory holds anything else.
+        PackageError: The directory holds anything else, another joined package included.
         PrepareError: They cannot be written.
     """
     documents = {**{name: package.documents[name] for name in PACKAGE_DOCUMENTS}, SIGNATURE: signature}
@@ -59,6 +59,12 @@ def write_documents(directory: Path, package: Package, signature: bytes) -> bool
         raise PackageError(Problem(where=str(directory), what="output is in use", expected=expected, found=found))
     directory.mkdir(parents=True, exist_ok=True)
     missing = [name for name, raw in documents.items() if not holds(directory / name, raw)]
+    if missing and (directory / SIGNATURE).exists():  # written last, so what is there is whole
+        raise PackageError(
+            Problem(
+                where=str(directory), what="another joined package is there", expected="a new or an empty directory"
+            )
+        )
     for name in missing:
         write_whole(directory / name, documents[name])
     return bool(missing)

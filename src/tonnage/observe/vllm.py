@@ -48,11 +48,15 @@ def _settings(match: re.Match[str]) -> tuple[Reading, ...]:
 
 
 def _device(match: re.Match[str]) -> tuple[Reading, ...]:
-    """Return free, total and their difference, which was taken before the engine looked: B0."""
+    """Return free, total and their difference, which was taken before the engine looked: B0.
+
+    More free memory than there is says nothing of what was taken.
+    """
     free, total = reading("free", match["free"]), reading("total", match["total"])
     assert free.quantity is not None
     assert total.quantity is not None
-    return free, total, Reading(name="baseline", quantity=total.quantity - free.quantity)
+    taken = total.quantity - free.quantity
+    return (free, total) if taken.nbytes < 0 else (free, total, Reading(name="baseline", quantity=taken))
 
 
 def _exact(match: re.Match[str]) -> tuple[Reading, ...]:

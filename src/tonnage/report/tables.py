@@ -211,7 +211,9 @@ def _verdict(plan: Plan, suggestions: Sequence[str]) -> Text:
         unit, short = unit_for(plan.supply.nbytes)
         supply = f"supply {short(plan.supply.nbytes)} {unit} ({plan.supply.basis}: {plan.supply.source})"
         if plan.fits:
-            return Text(f"FITS: spare {short(spare)} {unit} on rank {plan.binding_rank}, {supply}", style="bold green")
+            alone = "" if plan.ranks[plan.binding_rank].service else "; weights alone: no cache is planned"
+            verdict = f"FITS: spare {short(spare)} {unit} on rank {plan.binding_rank}, {supply}{alone}"
+            return Text(verdict, style="bold green")
     if plan.fits is None:
         return Text("no --gpu or --supply given, so no verdict")
     text = Text("REFUSED: " + "\n".join(plan.reasons), style="bold red")
@@ -219,6 +221,8 @@ def _verdict(plan: Plan, suggestions: Sequence[str]) -> Text:
         text.append(f"\n{supply}", style="not bold")
     if suggestions:
         text.append("\nwould fit with: " + ", or ".join(suggestions), style="not bold")
+    elif supply:
+        text.append("\nno single change that was tried fits; tonnage fit tries every way to share it", style="not bold")
     return text
 
 

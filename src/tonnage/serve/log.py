@@ -6,11 +6,15 @@ import os
 from collections import deque
 from pathlib import Path
 
+from tonnage.errors import Problem, UnitError
 from tonnage.observe.scan import LONGEST_LINE
+from tonnage.units import parse_size
 
 LOG = "engine.log"
 RECENT, EARLIER = "engine-recent.log", "engine-earlier.log"
 MOST_TAIL_BYTES = 1 << 14
+LEAST_BYTES = 4 * LONGEST_LINE
+"""A smaller limit is none: the parts that take turns hold a line each."""
 
 
 class BoundedLog:
@@ -74,6 +78,19 @@ class BoundedLog:
         before, self._file = self._file, _new(recent)
         os.close(before)
         self._left = max(self._limit // 4, LONGEST_LINE)
+
+
+def limit_of(text: str) -> int:
+    """Return the most a log may take: no less than the parts it is kept in.
+
+    Raises:
+        UnitError: It is less, or no size.
+    """
+    nbytes = parse_size(text, where="--log-limit")
+    if nbytes < LEAST_BYTES:
+        what, expected = "too little for a start-up log", f"{LEAST_BYTES} bytes or more"
+        raise UnitError(Problem(where="--log-limit", what=what, expected=expected, found=text))
+    return nbytes
 
 
 def _new(path: Path) -> int:

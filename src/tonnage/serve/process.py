@@ -39,6 +39,7 @@ class EngineProcess:
         environment: Mapping[str, str],
         log: BoundedLog,
         on_line: Callable[[str], None] | None = None,
+        inherited: Sequence[int] = (),
     ) -> None:
         """Start it.
 
@@ -47,6 +48,7 @@ class EngineProcess:
             environment: All of it.
             log: Gets what it says.
             on_line: Told every line as well, from another thread.
+            inherited: Descriptors it holds open while it lives.
 
         Raises:
             EngineError: There is no such program, or it cannot be run.
@@ -60,6 +62,7 @@ class EngineProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=tuple(inherited),
             )
         except (OSError, ValueError) as error:
             found = error.strerror if isinstance(error, OSError) else str(error)

@@ -34,6 +34,7 @@ class Launch:
         ready_seconds: Until it must be ready.
         grace_seconds: For ending by itself.
         check: Only until it is measured.
+        inherited: Descriptors it holds open while it lives.
     """
 
     words: tuple[str, ...]
@@ -44,6 +45,7 @@ class Launch:
     ready_seconds: float
     grace_seconds: float
     check: bool = False
+    inherited: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ def run_engine(
     log = BoundedLog(launch.directory, launch.log_bytes)
     with _signals() as sent:
         try:
-            engine = EngineProcess(launch.words, launch.environment, log, on_line)
+            engine = EngineProcess(launch.words, launch.environment, log, on_line, launch.inherited)
             try:
                 end, ready = _follow(launch, engine, sent, lambda: on_ready(time.monotonic() - begin, log))
                 code = engine.exit_code() if end == "died" else None

@@ -31,8 +31,11 @@ UNPLANNED = (
     "--prefill-context-parallel-size", "--enable-lora", "--enable-eplb", "--enable-dbo", "--enable-elastic-ep",
     "--enable-sleep-mode", "--compilation-config", "--optimization-level", "--performance-mode",
     "--cudagraph-capture-sizes", "--max-cudagraph-capture-size", "--disable-hybrid-kv-cache-manager",
-    "--mm-ipc-gpu-memory-gb", "--runner",
-    "--worker-cls", "--device-ids", "--distributed-executor-backend", "--nnodes", "--node-rank", "--headless",
+    "--mm-ipc-gpu-memory-gb", "--runner", "--convert", "--disable-sliding-window", "--language-model-only",
+    "--mm-encoder-only", "--mm-encoder-tp-mode", "--expert-placement-strategy", "--enable-cumem-allocator",
+    "--dcp-q-replicate", "--ubatch-size", "--diffusion-config", "--engram-config", "--swa-bounded-replay",
+    "--worker-cls", "--worker-extension-cls", "--grpc", "--device-ids",
+    "--distributed-executor-backend", "--nnodes", "--node-rank", "--headless",
     "--api-server-count", "--uds", "--ssl-keyfile", "--ssl-certfile", "--root-path", "--log-config-file", "--log-level",
     "--logging-config", "--aggregate-engine-logging",
 )  # fmt: skip
@@ -42,7 +45,8 @@ _SHORT = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dcp": "--decode-context-parallel-size",
     "-pcp": "--prefill-context-parallel-size", "-ep": "--enable-expert-parallel",
     "-q": "--quantization", "-sc": "--speculative-config", "-cc": "--compilation-config", "-O": "--compilation-config",
-    "-n": "--nnodes", "-r": "--node-rank", "-asc": "--api-server-count",
+    "-n": "--nnodes", "-r": "--node-rank", "-asc": "--api-server-count", "-dp": "--data-parallel-size",
+    "-dc": "--diffusion-config",
 }  # fmt: skip
 REMOTE_CODE = "--trust-remote-code"
 _OVERRIDES = ("VLLM_CPU_KVCACHE_SPACE",)
@@ -134,7 +138,7 @@ def overridden(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 def runs_remote_code(extra: Sequence[str]) -> bool:
     """Whether the engine is asked to execute what is in the model's directory."""
-    return any(_matches(flag, REMOTE_CODE) for flag in map(_flag, extra) if flag)
+    return any(_matches(flag, REMOTE_CODE) for word in extra for flag in _flags(word))
 
 
 def _name_problems(name: str) -> Iterator[Problem]:
@@ -145,29 +149,35 @@ def _name_problems(name: str) -> Iterator[Problem]:
 
 def _extra_problems(extra: Sequence[str]) -> Iterator[Problem]:
     for word in extra:
-        flag = _flag(word)
-        if not flag:
-            continue
-        owner = next((option for owned, option in OWNED.items() if _matches(flag, owned)), None)
+        flags = _flags(word)
+        owner = next((option for owned, option in OWNED.items() if any(_matches(flag, owned) for flag in flags)), None)
         if owner is not None:
             yield Problem(where=word, what="follows from the plan", expected=owner)
-        elif flag.startswith(UNPLANNED_FAMILIES) or any(_matches(flag, name) for name in UNPLANNED):
+        elif any(
+            flag.startswith(UNPLANNED_FAMILIES) or any(_matches(flag, name) for name in UNPLANNED) for flag in flags
+        ):
             yield Problem(where=word, what="would serve something else than was planned")
 
 
-def _flag(word: str) -> str:
-    """Return the flag a word is, spelled out; empty for a value.
+def _flags(word: str) -> tuple[str, ...]:
+    """Return the flags an engine may take a word for, spelled out; none for a value.
 
-    >>> _flag("--max_model_len=8"), _flag("--no-enable-lora"), _flag("-tp=2"), _flag("-O3"), _flag("8"), _flag("-1")
-    ('--max-model-len', '--enable-lora', '--tensor-parallel-size', '--compilation-config', '', '')
+    Short ones are read shortened as well, those of one letter with their value right behind it.
+
+    >>> _flags("--max_model_len=8"), _flags("--no-enable-lora"), _flags("-tp=2"), _flags("-t")
+    (('--max-model-len',), ('--enable-lora',), ('--tensor-parallel-size',), ('--tensor-parallel-size',))
+    >>> _flags("-qfp8"), _flags("-O3"), _flags("8"), _flags("-1")
+    (('--quantization',), ('--compilation-config',), (), ())
     """
     name = word.partition("=")[0].partition(".")[0]
     if name.startswith("--"):
         name = name.replace("_", "-")
-        return name.replace("--no-", "--", 1) if name.startswith("--no-") else name
+        return (name.replace("--no-", "--", 1) if name.startswith("--no-") else name,)
+    if not name.startswith("-") or name == "-":
+        return ()
     if name.startswith("-dp"):
-        return "--data-parallel"
-    return _SHORT.get("-O" if name.startswith("-O") else name, "")
+        return ("--data-parallel",)
+    return tuple(flag for short, flag in _SHORT.items() if short.startswith(name) or name[:2] == short)
 
 
 def _matches(given: str, flag: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from tonnage.api import Convert
 from tonnage.topology import MOST_RANKS
 
 LOG_LIMIT_CHARACTERS = 8 << 20
@@ -79,7 +80,7 @@ class PlanBody(Options, kw_only=True, forbid_unknown_fields=True):
     context: Annotated[int, _Count] | None = None
     utilization: Share | None = None
     draft_bytes: Size = "0"
-    convert: Literal["none", "mxfp8"] = "none"
+    convert: Convert = "none"
     estimator: Literal["exact", "credit"] = "exact"
     credit_permille: Annotated[int, Meta(ge=0, le=1000)] | None = None
     calibration: Annotated[str, _Text, Meta(description="A name out of `tonnage calibrations`.")] | None = None
@@ -109,7 +110,7 @@ class FitBody(Options, kw_only=True, forbid_unknown_fields=True):
     context: Annotated[int, _Count] | None = None
     utilization: Share | None = None
     draft_bytes: Size = "0"
-    convert: Literal["none", "mxfp8"] = "none"
+    convert: Convert = "none"
 
 
 class FlagsBody(Options, kw_only=True, forbid_unknown_fields=True):

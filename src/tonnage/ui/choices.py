@@ -23,7 +23,11 @@ LABELS = {
     "engine_version": "Engine release", "eager": "No CUDA graphs",
 }  # fmt: skip
 """What the form calls its settings."""
-_CONVERTS: Pairs = (("none", "As it is stored"), ("mxfp8", "BF16 projections to MXFP8"))
+_CONVERTS: Pairs = (
+    ("none", "As it is stored"),
+    ("mxfp8", "BF16 projections to MXFP8"),
+    ("mxfp8-experts", "Routed experts as well"),
+)
 
 
 def choices(checkpoints: Mapping[str, Any], gpus: Mapping[str, Any]) -> dict[str, Pairs]:

@@ -217,6 +217,16 @@ _SHOWN = {
 }  # fmt: skip
 
 
+def _value_words(value: str) -> str:
+    """Return a value as people write it.
+
+    >>> _value_words("148480"), _value_words("fp8"), _value_words("mxfp8-experts")
+    ('148,480', 'FP8', 'MXFP8, experts as well')
+    """
+    what, _, rest = value.partition("-")
+    return f"{int(value):,}" if value.isdecimal() else what.upper() + (f", {rest} as well" if rest else "")
+
+
 def _suggested_words(text: str) -> str:
     """Return a suggestion for people: ``--tp 12 with --convert mxfp8`` is two words of the table.
 
@@ -234,5 +244,5 @@ def _suggested_words(text: str) -> str:
             concurrency, chunk = value[1:].split("-p")
             shown += [f"{int(concurrency):,} requests at once", f"prefill chunk of {int(chunk):,}"]
         else:
-            shown.append(_SHOWN[name].format(f"{int(value):,}" if value.isdecimal() else value.upper()))
+            shown.append(_SHOWN[name].format(_value_words(value)))
     return ", ".join(shown)
