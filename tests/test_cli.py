@@ -152,6 +152,8 @@ UNUSABLE = {
     "ep is no divisor": (("plan", K3, "--tp", "8", "--ep", "3"), "--ep"),
     "tp of nothing": (("plan", K3, "--tp", "0"), "--tp"),
     "tp beyond reason": (("plan", K3, "--tp", "1000000"), "--tp"),
+    "an address to write to": (("synth", K3, "-o", "s3://bucket/m"), "s3://bucket/m: not on this machine"),
+    "another to write to": (("prepare", K3, "-o", "hf:org/name"), "hf:org/name: not on this machine"),
     "bits without sense": (("synth", K3, "-o", "unused", "--storage", "exl3", "--bits", "9"), "bits"),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samples import prepare_small
+from samples import prepare_small, without_privilege
 from tonnage.cli.options import json_text
 
 Tonnage = Callable[..., subprocess.CompletedProcess[str]]
@@ -79,13 +78,6 @@ def test_a_path_the_system_refuses_is_one_line(tonnage: Tonnage, tmp_path: Path)
         done = tonnage(*words)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), (words, done.stderr)
         assert said in done.stderr
-
-
-def without_privilege() -> None:
-    """Give up reading what nobody may read (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH), which root may."""
-    drop_from_bounding_set = 24
-    for capability in (1, 2):
-        ctypes.CDLL(None).prctl(drop_from_bounding_set, capability)
 
 
 def test_what_may_not_be_read_is_one_line(tmp_path: Path) -> None:

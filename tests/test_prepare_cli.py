@@ -229,13 +229,6 @@ def test_an_output_that_cannot_be_made_is_refused(tonnage: Tonnage, source: Path
     assert "/proc/nowhere: cannot be written" in refused(tonnage, source, "-o", "/proc/nowhere")
 
 
-def test_a_read_only_output_is_refused(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    (tmp_path / "out").mkdir(mode=0o500)
-    assert "out/.prepare: cannot be written" in refused(tonnage, source, "-o", tmp_path / "out")
-
-
 def test_an_engine_that_makes_something_else_of_tensors_is_refused_with_one_that_does_not(
     tonnage: Tonnage, configs: Path, tmp_path: Path
 ) -> None:

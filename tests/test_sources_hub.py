@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from samples import header_bytes_in, write_shards
-from servers import COMMIT, Hub, Seen, hub, reply
+from servers import COMMIT, Hub, Seen, hub, reply, siblings
 from tonnage.api import open_checkpoint, read_config
 from tonnage.errors import CheckpointError, SourceError
 from tonnage.sources.addresses import open_source
@@ -184,6 +184,9 @@ REFUSED = {
     "no commit": (api(MODELS, 200, info(sha="../../main")), "no commit; expected 40 hexadecimal digits; found ../../main"),
     "no size": (api(MODELS, 200, info(siblings=[{"rfilename": "config.json", "size": None, "blobId": "a"}])), "no size of config.json"),
     "size below nothing": (api(MODELS, 200, info(siblings=[{"rfilename": "config.json", "size": -1, "blobId": "a"}])), "no size of config.json; expected bytes; found -1"),
+    **{f"the digest {digest!r}": (api(MODELS, 200, info(siblings=[{"rfilename": "a", "size": 9, "blobId": "a", "lfs": {"size": 9, "sha256": digest, "pointerSize": 1}}])), f"no digest of a; expected hexadecimal digits, 64 of a large file; found {digest!r}") for digest in (None, 5, "ab", "A" * 64, "\ud800", "\x1b[2J")},
+    "no version": (api(MODELS, 200, info(siblings=[{"rfilename": "a", "size": 9, "blobId": "\ud800"}])), "no digest of a; expected hexadecimal digits, 64 of a large file; found '"),
+    "no name": (api(MODELS, 200, info(siblings=[{"rfilename": 5, "size": 9, "blobId": "a"}])), "no name of a file; expected text; found 5"),
     "files without end": (api(MODELS, 200, info(siblings=[{"rfilename": f"f{n}", "size": 1, "blobId": "a"} for n in range(50_001)])), "files; expected at most 50000; found 50001"),
     "encoded": (api(MODELS, 200, b"\x1f\x8b", Content_Encoding="gzip"), "encoded, which nobody asked for; expected identity; found gzip"),
 }  # fmt: skip
@@ -195,6 +198,30 @@ def test_a_hub_that_answers_wrong_is_refused_in_one_line(there: Hub, trick: Any,
     found = refusal()
     assert found.startswith(f"hf:org/name@main: {line}")
     assert found.isprintable()
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer\ud800.json", "tokenizer\x1b[2J.json", "tokenizer\\..\\x.json", "t" * 300, "", ".."]
+)
+def test_names_that_no_file_may_have_are_left_out(there: Hub, checkpoint: Path, name: str) -> None:
+    listed = [*siblings(checkpoint, 64 << 10, blobs=True), {"rfilename": name, "size": 9, "blobId": "a"}]
+    there.api.trick = api(MODELS, 200, info(siblings=listed))
+    source = open_source("hf:org/name", limits=LIMITS)
+    assert set(source.list_files()) == {path.name for path in checkpoint.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("token", ["t\u20acsecret", "t\x01secret", "t\rsecret"])
+@pytest.mark.usefixtures("there")
+def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, token: str) -> None:
+    pinned = open_source("hf:org/name", limits=LIMITS).address
+    monkeypatch.setattr("tonnage.sources.hub.get_token", lambda: token)
+    for address in ("hf:org/name", pinned):
+        assert refusal(address) == "the token of the hub: cannot be sent; expected letters and digits"
+
+
+def test_an_endpoint_that_is_no_url_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://user:secret@127.0.0.1:port")
+    assert refusal().startswith("http://***@127.0.0.1:port: not a URL")
 
 
 def test_an_answer_without_end_is_cut_off(there: Hub) -> None:
@@ -248,8 +275,8 @@ def test_names_that_lead_elsewhere_are_not_followed(there: Hub) -> None:
     names = ["config.json", "../x.safetensors", "a\nb.safetensors", "..", "sub/y.safetensors"]
     there.api.trick = api(MODELS, 200, info(siblings=[{"rfilename": name, **one} for name in names]))
     source = open_source("hf:org/name", limits=LIMITS)
-    assert set(source.list_files()) == {"config.json", "a\nb.safetensors", ".."}
-    assert source.names() == ("..", "a\nb.safetensors", "config.json", "sub")
+    assert set(source.list_files()) == {"config.json"}
+    assert source.names() == ("config.json", "sub")
     with pytest.raises(CheckpointError, match="cannot be read; expected a file; found no such file"):
         source.opened("../x.safetensors").__enter__()
 

@@ -236,6 +236,7 @@ REFUSED = {
     "encoded": (part(more="Content-Encoding: gzip\n"), f"/m/{SHARD}: encoded, which nobody asked for; expected identity; found gzip"),
     "truncated": (a_byte, f"/m/{SHARD}: given up after 3 attempts; expected an answer; found the connection closed after 3 of 8 bytes"),
     "without end": (without_end, f"/m/{SHARD}: the answer does not end; expected 8 bytes; found more than 8 bytes"),
+    "a chunk of less than nothing": (lambda h, s: raw(h, s, "HTTP/1.1 206 Part\nContent-Range: bytes 0-7/300\nTransfer-Encoding: chunked\n\n-5\n", bytes(5000)), f"/m/{SHARD}: the answer does not end; expected 8 bytes; found more than 8 bytes"),
     "one byte at a time": (lambda h, s: a_byte(h, s, pause=0.35, pieces=50), f"/m/{SHARD}: given up after "),
     "silent": (lambda *_: time.sleep(0.7), f"/m/{SHARD}: given up after 3 attempts; expected an answer; found no answer in time"),
     "closed": (lambda h, s: raw(h, s, ""), f"/m/{SHARD}: given up after 3 attempts; expected an answer; found the connection closed without an answer"),
@@ -451,6 +452,11 @@ def test_a_server_that_is_not_there_is_said() -> None:
 ADDRESSES = {
     "http://example.com/m": "http without TLS, which anybody on the way can read and change; expected https",
     "https://user:secret@example.com/m": "example.com/m: credentials in an address; expected none",
+    "https://user:secret@example.com:port/m": "https://***@example.com:port/m: not a URL",
+    "https://us:secret@er@[::1/m": "https://***@[::1/m: not a URL",
+    "s3://key:secret@bucket/m": "s3://***@bucket/m: not an address of objects",
+    "s3://bucket/m?X-Amz-Signature=secret": "s3://bucket/m?***: not an address of objects",
+    "hf:user:secret@org/name": "hf:***@org/name: not an address on the hub",
     "https://example.com/m?token=secret": "https://example.com/m: more than a directory",
     "https:///m": "not a URL",
     "https://[::1/m": "not a URL",
@@ -468,6 +474,25 @@ def test_addresses_that_cannot_be_are_refused_before_anybody_is_asked(address: s
         open_source(address)
     assert line in str(refused.value)
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:port", "http://[::1", "http://user:secret@127.0.0.1"])
+def test_a_proxy_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+    monkeypatch.setenv("https_proxy", proxy)
+    with pytest.raises(SourceError, match=r"^https_proxy: [a-zA-Z ]+; expected http://host:port, without credentials$"):
+        open_checkpoint("https://example.com/m", limits=LIMITS)
+
+
+def test_a_link_or_a_pipe_in_the_cache_is_no_entry(server: Server, tmp_path: Path) -> None:
+    digest = opened(server).digest
+    for number, path in enumerate(sorted(path for path in (tmp_path / "cache").rglob("*") if path.is_file())):
+        path.rename(path.with_suffix(".was"))
+        if number % 2:
+            os.mkfifo(path)
+        else:
+            path.symlink_to(path.with_suffix(".was"))
+    again = opened(server)
+    assert (again.digest, again.source.transfer.kept_bytes) == (digest, 0)
 
 
 def test_reading_a_window_streams_exactly_its_bytes(server: Server, checkpoint: Path) -> None:

@@ -25,6 +25,7 @@ A refusal carries every problem found, each on one line: where, what, expected, 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,7 @@ class Problem:
             line += f"; expected {self.expected}"
         if self.found is not None:
             line += f"; found {self.found}"
-        return one_line(line)
+        return one_line(without_secrets(line))
 
 
 class TonnageError(Exception):
@@ -144,6 +145,19 @@ def raise_if_any(kind: type[TonnageError], problems: Iterable[Problem]) -> None:
     found = tuple(problems)
     if found:
         raise kind(*found)
+
+
+_CREDENTIALS = re.compile(r"\b((?:https?|s3|gs):/*|hf:(?=[^/@\s]*:))[^/?#\s]*@", re.IGNORECASE)
+_QUERY = re.compile(r"\b((?:https?|s3|gs):/*[^?#\s]*[?#])\S+?(?=[:;,]?(?:\s|$))", re.IGNORECASE)
+
+
+def without_secrets(text: str) -> str:
+    """Hide what addresses in a text should not have held: users, passwords, and what signs a query.
+
+    >>> without_secrets("https://me:secret@host/x: not a URL")
+    'https://***@host/x: not a URL'
+    """
+    return _QUERY.sub(r"\1***", _CREDENTIALS.sub(r"\1***@", text))
 
 
 _MOST_LINES = 40

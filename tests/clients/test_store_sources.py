@@ -17,7 +17,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from samples import header_bytes_in, write_shards
-from servers import Seen, serving
+from servers import Seen, reply, serving
 from tonnage.api import open_checkpoint
 from tonnage.errors import CheckpointError, SourceError
 from tonnage.sources.addresses import open_source
@@ -133,6 +133,33 @@ def test_a_server_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     assert refusal("s3://models/small/m").startswith(
         "s3://models/small/m: no answer that helps; expected the object; found "
     )
+
+
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION"])
+def test_what_no_header_can_hold_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A panic of obstore otherwise."""
+    monkeypatch.setenv(name, "hidden\n")
+    assert refusal("s3://models/small/m") == f"{name}: cannot be sent; expected printable ASCII"
+
+
+@pytest.mark.parametrize("objects", [0, 1000])
+def test_a_listing_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch, objects: int) -> None:
+    limits = Limits(attempts=1, connect_seconds=1, total_seconds=1)
+    pages = iter(range(10**9))
+
+    def answer(handler: Any, seen: Seen) -> None:
+        page = next(pages)
+        keys = "".join(
+            f"<Contents><Key>m/{page}-{n}</Key><Size>1</Size><ETag>1</ETag>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            for n in range(objects)
+        )
+        more = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{page}</NextContinuationToken>"
+        reply(handler, seen, 200, f"<ListBucketResult><Name>models</Name>{more}{keys}</ListBucketResult>".encode())
+
+    with serving(answer) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        assert refusal("s3://models/m", limits) == "s3://models/m: too slow; expected everything within 1 s"
 
 
 @contextmanager

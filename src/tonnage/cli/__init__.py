@@ -114,7 +114,7 @@ def main() -> None:
     """Run the command; a refusal is printed on stderr, one line per problem, and exits with 2, or with its own status.
 
     So is a module of an extra that is not installed. A closed pipe ends the command as it ends any other; output that
-    cannot be written is a refusal too, and so is a path that the system refuses.
+    cannot be written is a refusal too, and so is a path that the system refuses, or memory, or a thread.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     _open_streams()
@@ -129,6 +129,12 @@ def main() -> None:
         if (name := (error.name or "").partition(".")[0]) not in _OF_EXTRAS:
             raise
         _refuse(f"{name} is not installed; it comes with `pip install '{_OF_EXTRAS[name]}'`")
+    except MemoryError:
+        _refuse("memory: not enough for this process")
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        _refuse("threads: the system lets no more be started")
     except OSError as error:
         if _is_of_output(error):
             sys.stdout = None  # nothing is left to flush at exit

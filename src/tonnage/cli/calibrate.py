@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tonnage.cli.options import Json, Offline, Source, emit, emit_json, note
+from tonnage.cli.options import Json, Offline, Source, emit, emit_json, here, note
 
 if TYPE_CHECKING:
     from tonnage.api import Checkpoint, PlanRequest
@@ -41,7 +41,9 @@ def calibrate(
     date: Annotated[
         str | None, typer.Option("--date", help="Date of the record, YYYY-MM-DD; today by default.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write the record to.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", parser=here, metavar="PATH", help="File to write the record to.")
+    ] = None,
     save: Annotated[bool, typer.Option("--save", help="Keep the record among the user's own.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Write over another record of that file.")] = False,
     offline: Offline = False,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tonnage.cli.dates import date_of
-from tonnage.cli.options import Json, emit, emit_json, note
+from tonnage.cli.options import Json, emit, emit_json, here, note
 from tonnage.cli.progress import later, progress
 from tonnage.units import unit_for
 
@@ -68,7 +68,8 @@ def export(
         ),
     ] = None,
     into: Annotated[
-        Path | None, typer.Option("--into", metavar="PARENT", help="Move the finished package to PARENT/NAME.")
+        Path | None,
+        typer.Option("--into", parser=here, metavar="PARENT", help="Move the finished package to PARENT/NAME."),
     ] = None,
     to: Annotated[
         str | None,

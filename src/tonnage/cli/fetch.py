@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tonnage.cli.options import Json, emit, emit_json
+from tonnage.cli.options import Json, emit, emit_json, here
 from tonnage.cli.progress import later, progress
 from tonnage.units import unit_for
 
@@ -23,7 +23,14 @@ def fetch(
         typer.Argument(metavar="ADDRESS", help="A signed package: s3://bucket/prefix, https://host/dir/, hf:org/name."),
     ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="Directory of the package here: new, empty, or one to be resumed.")
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            parser=here,
+            metavar="PATH",
+            help="Directory of the package here: new, empty, or one to be resumed.",
+        ),
     ],
     key: Annotated[Path | None, typer.Option("--key", metavar="PEM", help="Public key that must have signed.")] = None,
     certificate_chain: Annotated[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tonnage.cli.options import Json, emit, emit_json, note
+from tonnage.cli.options import Json, emit, emit_json, here, note
 from tonnage.errors import CheckpointError, ConfigError, PlacementError, Problem, TonnageError, one_line
 
 if TYPE_CHECKING:
@@ -18,7 +18,12 @@ MOST_LOG_BYTES = 1 << 26
 
 def fit_terms(
     logs: Annotated[Path, typer.Argument(help="Logs, one JSON object per line.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for one file of records per engine.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", parser=here, metavar="PATH", help="Directory for one file of records per engine."
+        ),
+    ],
     configs: Annotated[
         Path | None, typer.Option(help="Directory of config.json files called ORG__NAME.json, for logs without one.")
     ] = None,

@@ -26,12 +26,15 @@ class _TerminatedError(BaseException):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGTERM end a long command as Ctrl-C does: tidied up, nothing half-written under a final name."""
+    """Let Ctrl-C and SIGTERM end a long command tidied up, nothing half-written under a final name; twice, at once."""
+    kinds = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: _TerminatedError}
 
-    def terminate(_number: int, _frame: FrameType | None) -> None:
-        raise _TerminatedError
+    def end(number: int, _frame: FrameType | None) -> None:
+        for one in kinds:
+            signal.signal(one, signal.SIG_DFL)
+        raise kinds[signal.Signals(number)]
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = {one: signal.signal(one, end) for one in kinds}
     try:
         yield
     except KeyboardInterrupt:
@@ -41,7 +44,8 @@ def interruptible() -> Iterator[None]:
         note("tonnage: terminated; run the same command again to resume")
         raise typer.Exit(TERMINATED) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 @contextmanager
@@ -57,9 +61,3 @@ def system_errors(output: Path) -> Iterator[None]:
             raise
         where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(output)
         raise PrepareError(Problem(where=where, what="cannot be used", found=error.strerror)) from error
-    except MemoryError as error:
-        raise PrepareError(Problem(where="memory", what="not enough for this process")) from error
-    except RuntimeError as error:
-        if "can't start new thread" not in str(error):
-            raise
-        raise PrepareError(Problem(where="threads", what="the system lets no more be started")) from error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tonnage.cli.export import key_of
-from tonnage.cli.options import Json, emit, emit_json, note
+from tonnage.cli.options import Json, emit, emit_json, here, note
 from tonnage.units import ranges
 
 if TYPE_CHECKING:
@@ -26,7 +26,12 @@ def join(
         list[Path],
         typer.Argument(metavar="PART...", help="Packages of some ranks each, or copies of their four documents."),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Directory for the documents of the joint package.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", parser=here, metavar="PATH", help="Directory for the documents of the joint package."
+        ),
+    ],
     part_key: Annotated[
         list[Path],
         typer.Option("--part-key", metavar="PEM", help="Public key that must have signed the parts; repeatable."),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tonnage.cli.options import Json, emit, emit_json, note
+from tonnage.cli.options import Json, emit, emit_json, here, note
 
 
 def measure(
@@ -18,7 +18,9 @@ def measure(
             metavar="PACKAGE...", help="Packages, prepared directories, or directories of ranks made by other tools."
         ),
     ],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the record to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", parser=here, metavar="PATH", help="Write the record to this file.")
+    ] = None,
     date: Annotated[
         str | None, typer.Option("--date", help="Of the measurement, YYYY-MM-DD; today by default.")
     ] = None,

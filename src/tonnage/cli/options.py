@@ -13,6 +13,22 @@ import typer
 if TYPE_CHECKING:
     pass
 
+
+def here(text: str) -> Path:
+    """Return a path to write to; of an address a directory ``s3:`` would be made here.
+
+    Raises:
+        UnitError: It is one.
+    """
+    from tonnage.errors import Problem, UnitError
+    from tonnage.sources.addresses import is_remote
+
+    if is_remote(text):
+        expected = "a path (one that begins so is written with ./); export --to writes to object stores"
+        raise UnitError(Problem(where=text, what="not on this machine", expected=expected))
+    return Path(text)
+
+
 Source = Annotated[
     str,
     typer.Argument(
@@ -31,7 +47,12 @@ Pp = Annotated[int, typer.Option("--pp", help="Pipeline-parallel size.")]
 _NOT_PLAIN = re.compile(r"[^\n -~]")
 _NOT_PLAIN_OR_COLOUR = re.compile(r"\x1b\[[0-9;]*m|[^\n -~]")
 Json = Annotated[bool, typer.Option("--json", help="Print a versioned JSON document instead of a table.")]
-Output = Annotated[Path, typer.Option("-o", "--output", help="Directory to write; must not exist, or be empty.")]
+Output = Annotated[
+    Path,
+    typer.Option(
+        "-o", "--output", parser=here, metavar="PATH", help="Directory to write; must not exist, or be empty."
+    ),
+]
 GpuName = Annotated[str | None, typer.Option("--gpu", help="GPU out of `tonnage gpus`.")]
 SupplySize = Annotated[
     str | None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tonnage.cli.interruption import interruptible, system_errors
-from tonnage.cli.options import ConvertTo, Ep, Json, Pp, Tp, emit, emit_json, note
+from tonnage.cli.options import ConvertTo, Ep, Json, Pp, Tp, emit, emit_json, here, note
 from tonnage.cli.progress import progress
 from tonnage.cli.ranks import parse_ranks
 from tonnage.units import MIB, unit_for
@@ -32,7 +32,10 @@ def prepare(
         str, typer.Argument(metavar="SOURCE", help="A checkpoint: a directory, hf:org/name, https://, s3://.")
     ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="Directory to write: new, empty, or one to be resumed.")
+        Path,
+        typer.Option(
+            "-o", "--output", parser=here, metavar="PATH", help="Directory to write: new, empty, or one to be resumed."
+        ),
     ],
     tp: Tp = 1,
     ep: Ep = 1,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tonnage.cli.options import here
 from tonnage.cli.reports import Against, Force, read_saved_file, write_report
 
 
@@ -14,7 +15,9 @@ def report(
     plan: Annotated[
         Path, typer.Argument(metavar="PLAN", help="Output of `tonnage plan --json`, or plan.json of a package.")
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The HTML file to write.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", parser=here, metavar="PATH", help="The HTML file to write.")
+    ],
     against: Against = None,
     force: Force = False,
 ) -> None:

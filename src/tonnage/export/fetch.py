@@ -36,14 +36,12 @@ from tonnage.export.walk import grouped
 from tonnage.prepare.ahead import reading
 from tonnage.prepare.checks import check_disk
 from tonnage.prepare.documents import MANIFEST, SIGNATURE
-from tonnage.prepare.io import NewFile, new_digest, sync_directory, write_whole
+from tonnage.prepare.io import NewFile, new_digest, own_tag, sync_directory, write_whole
 from tonnage.prepare.output_dir import check_foreign, make_parents, path_within, remove_partials
 from tonnage.prepare.survey import OutputSize
 
 if TYPE_CHECKING:
     from tonnage.export.manifest import Manifest
-
-_TAG = "whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +102,10 @@ def fetch_package(
         _check_here(output, manifest, listing)
         left = _left(root, output, scope)
         _check_room(output, left)
-        _Fetching(package, output, scope, left, on_progress).run()
+        try:
+            _Fetching(package, output, scope, left, on_progress).run()
+        finally:
+            remove_partials(output, _listed(manifest))  # of a file that a silent server still holds up
         checked = check_files(root, replace(scope, fast=True, besides=_documents(output)), lambda _: None)
         if checked.problems:
             raise VerifyError(*grouped(checked.problems))
@@ -129,9 +130,13 @@ def _documents(output: Path) -> tuple[str, ...]:
     return tuple(name for name in (MANIFEST, SIGNATURE) if os.path.lexists(output / name))
 
 
+def _listed(manifest: Manifest) -> set[str]:
+    return {file.path for file in manifest.files} | {MANIFEST, SIGNATURE}
+
+
 def _check_here(output: Path, manifest: Manifest, listing: bytes) -> None:
     """Refuse a directory with anything in it that is not of this package, and remove what is unfinished of it."""
-    listed = {file.path for file in manifest.files} | {MANIFEST, SIGNATURE}
+    listed = _listed(manifest)
     check_foreign(output, listed, listed)
     if os.path.lexists(output / MANIFEST) and not holds(output / MANIFEST, listing):
         raise PackageError(Problem(where=str(output), what="another package is here", expected="an empty directory"))
@@ -219,7 +224,7 @@ class _Fetching:
         path = make_parents(self._output, target.path)
         digests = [new_digest(name) for name in target.hashes]
         try:
-            with closing(NewFile(path, target.nbytes, tag=_TAG, digests=digests)) as file:
+            with closing(NewFile(path, target.nbytes, tag=own_tag(), digests=digests)) as file:
                 for piece in self._pieces(target):
                     if account.stopped:
                         return Content(path=target.path)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -22,6 +22,7 @@ from tonnage.checkpoint.headers import header_end
 from tonnage.errors import CheckpointError, Problem, TonnageError
 from tonnage.export.walk import opened
 from tonnage.prepare.io import new_digest
+from tonnage.sources.parallel import as_done
 
 if TYPE_CHECKING:
     from tonnage.prepare.io import Digest, Hash
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 WINDOW_BYTES = 1 << 20
 LARGE_WINDOW_BYTES = 4 << 20
 MOST_READERS = 8
-_POLL_SECONDS = 0.25
 
 Keep = Literal["nothing", "header", "all"]
 """What of a file is kept: nothing, a safetensors header, the whole of it."""
@@ -140,6 +140,10 @@ class Account:
             self._nbytes += nbytes
             self._files += files
 
+    def stop(self) -> None:
+        """Let what is under way end."""
+        self.stopped = True
+
     def tell(self) -> None:
         """Say how far it is."""
         self._told(self._nbytes, self._files)
@@ -162,19 +166,9 @@ def read_all(
     work: Callable[[Target], Content], targets: Sequence[Target], account: Account, *, at_once: int
 ) -> Iterator[Content]:
     """Yield what work makes of every target, by so many threads, in the order they are done."""
-    if not targets:
-        return
-    with ThreadPoolExecutor(min(at_once, len(targets))) as pool:
-        waiting: set[Future[Content]] = {pool.submit(work, target) for target in targets}
-        try:
-            while waiting:
-                done, waiting = wait(waiting, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
-                account.tell()
-                yield from (future.result() for future in done)
-        finally:
-            account.stopped = True
-            pool.shutdown(cancel_futures=True)
-            account.stopped = False
+    with closing(as_done(work, targets, threads=at_once, on_poll=account.tell, stop=account.stop)) as contents:
+        yield from contents
+    account.stopped = False
 
 
 def _content(root: int, account: Account, width: int, target: Target) -> Content:

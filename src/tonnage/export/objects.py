@@ -14,6 +14,7 @@ from tonnage.errors import Problem, SourceError
 from tonnage.export.manifest import PackageError
 from tonnage.export.unfinished import abort_unfinished
 from tonnage.sources.limits import Limits
+from tonnage.sources.parallel import TimeLimit, waited
 from tonnage.sources.remote import MOST_FILES
 from tonnage.sources.store import new_store, plain_address, said
 
@@ -59,13 +60,17 @@ class Objects:
         Raises:
             SourceError: The store cannot be reached, or refuses, or there are too many.
         """
-        found: dict[str, There] = {}
+        limit = TimeLimit(self.address, self._limits.total_seconds)  # a listing may be without end
         with self._asking(""):
-            for page in obstore.list(self._store):
-                found.update((one["path"], There(one["size"])) for one in page)
-                if len(found) > MOST_FILES:
-                    what, expected = "too many objects", f"at most {MOST_FILES}"
-                    raise SourceError(Problem(where=self.address, what=what, expected=expected))
+            return waited(self._listed, limit)
+
+    def _listed(self) -> dict[str, There]:
+        found: dict[str, There] = {}
+        for page in obstore.list(self._store):
+            found.update((one["path"], There(one["size"])) for one in page)
+            if len(found) > MOST_FILES:
+                what, expected = "too many objects", f"at most {MOST_FILES}"
+                raise SourceError(Problem(where=self.address, what=what, expected=expected))
         return found
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
@@ -75,12 +80,15 @@ class Objects:
             SourceError: As above, or it is too large.
         """
         with self._asking(path):
-            answer = obstore.get(self._store, path)
-            nbytes = answer.meta["size"]
-            if nbytes > limit_bytes:
-                expected, found = f"at most {limit_bytes} bytes", f"{nbytes} bytes"
-                raise SourceError(Problem(where=self._of(path), what="too large", expected=expected, found=found))
-            return bytes(answer.bytes())
+            return waited(lambda: self._read_small(path, limit_bytes))
+
+    def _read_small(self, path: str, limit_bytes: int) -> bytes:
+        answer = obstore.get(self._store, path)
+        nbytes = answer.meta["size"]
+        if nbytes > limit_bytes:
+            expected, found = f"at most {limit_bytes} bytes", f"{nbytes} bytes"
+            raise SourceError(Problem(where=self._of(path), what="too large", expected=expected, found=found))
+        return bytes(answer.bytes())
 
     def stated_digest(self, path: str) -> str | None:
         """Return the digest that stands beside an object; ``None`` if somebody else put it there.
@@ -144,7 +152,7 @@ class Objects:
             SourceError: As :meth:`put`.
         """
         with self._asking(path):
-            obstore.put(self._store, path, content, use_multipart=False)
+            waited(lambda: obstore.put(self._store, path, content, use_multipart=False))
         self._checked(path, len(content))
 
     def delete(self, path: str) -> None:
@@ -154,7 +162,7 @@ class Objects:
             SourceError: As above.
         """
         with self._asking(path):
-            obstore.delete(self._store, path)
+            waited(lambda: obstore.delete(self._store, path))
 
     def abort_unfinished(self, paths: frozenset[str]) -> int | None:
         """Abort what a killed run left half-sent of these objects; see :func:`abort_unfinished`."""
@@ -163,7 +171,7 @@ class Objects:
     def _checked(self, path: str, nbytes: int) -> str:
         """Return the ETag of an object that must have this size."""
         with self._asking(path):
-            meta: Any = obstore.head(self._store, path)
+            meta: Any = waited(lambda: obstore.head(self._store, path))
         if meta["size"] != nbytes:
             expected, found = f"{nbytes} bytes", f"{meta['size']} bytes"
             what = "the object is not what was sent"

@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from tonnage.export.contents import Standing
 from tonnage.export.manifest import PackagedFile, PackageError
 from tonnage.export.walk import opened
 from tonnage.prepare.io import new_digest
+from tonnage.sources.parallel import as_done
 from tonnage.units import MIB
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ PART_BYTES = 16 * MIB
 MOST_PARTS = 9_000
 FILES_AT_ONCE = 4
 _PIECE_BYTES = 1 * MIB
-_POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,17 +86,17 @@ class Sending:
             SourceError: The store cannot be reached, or refuses.
         """
         problems: list[Problem] = []
-        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-            waiting: set[Future[Sequence[Problem]]] = {pool.submit(self._send, file) for file in self._files}
-            try:
-                while waiting:
-                    done, waiting = wait(waiting, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
-                    self._on_progress(self._standing)
-                    problems += (problem for future in done for problem in future.result())
-            finally:
-                self._stopped = True
-                pool.shutdown(cancel_futures=True)
+        sent = as_done(self._send, self._files, threads=FILES_AT_ONCE, on_poll=self._poll, stop=self._stop)
+        with closing(sent):
+            for found in sent:
+                problems += found
         raise_if_any(PackageError, problems)
+
+    def _poll(self) -> None:
+        self._on_progress(self._standing)
+
+    def _stop(self) -> None:
+        self._stopped = True
 
     def _send(self, file: PackagedFile) -> Sequence[Problem]:
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from tonnage.export.sending import FILES_AT_ONCE, Local, Sending, stated
 from tonnage.export.signature import SIGNATURE_LIMIT_BYTES, SignatureRefusedError, read_unverified
 from tonnage.prepare.documents import MANIFEST, SIGNATURE
 from tonnage.prepare.io import new_digest
+from tonnage.sources.parallel import in_order
 
 if TYPE_CHECKING:
     from tonnage.export.objects import Objects, There
@@ -171,8 +171,8 @@ def _same(local: Local, objects: Objects, there: Mapping[str, There]) -> set[str
             return beside == stated(local, file)
         return _hashed(objects, file, local.hash) == file.digest  # put there by somebody else
 
-    with ThreadPoolExecutor(_LOOKS_AT_ONCE) as pool:
-        return {file.path for file, same in zip(sized, pool.map(is_same, sized), strict=True) if same}
+    same = in_order(is_same, sized, threads=_LOOKS_AT_ONCE)
+    return {file.path for file, is_there in zip(sized, same, strict=True) if is_there}
 
 
 def _hashed(objects: Objects, file: PackagedFile, name: Hash) -> str:
@@ -194,8 +194,8 @@ def _read_back(local: Local, objects: Objects) -> int:
         where, what = f"{objects.address}/{file.path}", "the object is not what was sent"
         return None if found == file.digest else Problem(where=where, what=what, expected=file.digest, found=found)
 
-    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        raise_if_any(PackageError, [found for found in pool.map(problem, local.files) if found is not None])
+    found = in_order(problem, local.files, threads=FILES_AT_ONCE)
+    raise_if_any(PackageError, [one for one in found if one is not None])
     for name, raw in local.documents.items():
         if objects.read_small(name, len(raw)) != raw:
             raise PackageError(Problem(where=f"{objects.address}/{name}", what="the object is not what was sent"))

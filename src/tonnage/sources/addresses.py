@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -81,6 +82,10 @@ def split_file(text: str) -> tuple[str, str | None]:
 
 
 def _open_hub(text: str, limits: Limits, transfer: Transfer) -> Source:
+    from tonnage.sources.connections import origin_of  # noqa: PLC0415 - a directory on this machine needs none
+
+    if endpoint := os.environ.get("HF_ENDPOINT"):  # with one that is no URL the client library cannot be imported
+        origin_of(endpoint, where=endpoint, plain=True)
     from tonnage.sources.hub import open_hub  # noqa: PLC0415 - its client library takes long to import
 
     return open_hub(text, limits, transfer)

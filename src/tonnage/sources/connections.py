@@ -55,7 +55,7 @@ def origin_of(url: str, *, where: str, plain: bool) -> Origin:
     if parts.scheme not in _PORTS or not _HOST.fullmatch(host):
         raise SourceError(Problem(where=where, what="not a URL", expected="https://host/directory/"))
     if parts.username is not None or parts.password is not None:
-        raise SourceError(Problem(where=where.rpartition("@")[2], what="credentials in an address", expected="none"))
+        raise SourceError(Problem(where=where, what="credentials in an address", expected="none"))
     if parts.scheme == "http" and not plain and host not in _LOOPBACK:
         raise SourceError(
             Problem(
@@ -73,6 +73,11 @@ def _plain_host(host: str) -> str:
         return host.lower() if ":" in host else host.encode("idna").decode("ascii").lower()
     except UnicodeError:
         return ""
+
+
+def is_header_text(text: str) -> bool:
+    """Whether a key or token can stand in a header; libraries that are given another show it."""
+    return text.isascii() and text.isprintable()
 
 
 @dataclass(slots=True)
@@ -174,11 +179,15 @@ def _proxy(origin: Origin) -> tuple[str, int] | None:
     text = urllib.request.getproxies().get(origin.scheme)
     if not text:
         return None
-    parts = urlsplit(text if "://" in text else f"http://{text}")
+    where, expected = f"{origin.scheme}_proxy", "http://host:port, without credentials"
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        port = parts.port
+    except ValueError as error:
+        raise SourceError(Problem(where=where, what="not a URL", expected=expected)) from error
     if parts.scheme != "http" or not parts.hostname or parts.username is not None:
-        expected = "http://host:port, without credentials"
-        raise SourceError(Problem(where=f"{origin.scheme}_proxy", what="a proxy of another kind", expected=expected))
-    return parts.hostname, parts.port or _PORTS[parts.scheme]
+        raise SourceError(Problem(where=where, what="a proxy of another kind", expected=expected))
+    return parts.hostname, port or _PORTS[parts.scheme]
 
 
 def _netloc(origin: Origin) -> str:

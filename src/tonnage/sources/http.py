@@ -17,7 +17,7 @@ from typing import NamedTuple
 from urllib.parse import urljoin
 from weakref import finalize
 
-from tonnage.errors import one_line
+from tonnage.errors import SourceError, one_line
 from tonnage.sources.answers import AGAIN, MISSING, MOVED, Asked, Head, read_head, refusal, retry_after
 from tonnage.sources.connections import Connection, Origin, origin_of, target_of
 from tonnage.sources.limits import Limits
@@ -262,6 +262,8 @@ class _Request:
             piece = response.read1(min(end - self._done, _PIECE))
             if not piece:
                 raise _BrokenError(f"the connection closed after {self._done} of {end} bytes")
+            if len(piece) > end - self._done:  # a chunk of negative size is read without bound by the standard library
+                raise self._endless(nbytes)
             self._view[self._done : self._done + len(piece)] = piece
             self._done += len(piece)
             self._client.transfer.add(nbytes=len(piece))
@@ -270,8 +272,11 @@ class _Request:
         except (OSError, http.client.HTTPException):  # whatever it is, it is none of ours
             return
         if more:
-            found = f"more than {nbytes} bytes"
-            raise self._asked.refuse("the answer does not end", expected=f"{nbytes} bytes", found=found)
+            raise self._endless(nbytes)
+
+    def _endless(self, nbytes: int) -> SourceError:
+        found = f"more than {nbytes} bytes"
+        return self._asked.refuse("the answer does not end", expected=f"{nbytes} bytes", found=found)
 
 
 def _reason(error: BaseException) -> str:

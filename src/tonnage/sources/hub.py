@@ -28,11 +28,11 @@ from huggingface_hub.errors import (
 
 from tonnage.errors import Problem, SourceError, one_line
 from tonnage.sources.answers import AGAIN, Asked, retry_after
-from tonnage.sources.connections import Origin, origin_of
+from tonnage.sources.connections import Origin, is_header_text, origin_of
 from tonnage.sources.http import WebClient
 from tonnage.sources.limits import ALLOW_HTTP, Limits, is_set
 from tonnage.sources.local import LocalSource
-from tonnage.sources.model import FileFacts, Source
+from tonnage.sources.model import FileFacts, Source, is_plain_file_name
 from tonnage.sources.remote import MOST_FILES, RemoteSource, not_kept
 from tonnage.sources.shelf import Listing, Shelf
 from tonnage.sources.transfer import Transfer
@@ -41,6 +41,8 @@ LISTING_LIMIT_BYTES = 64 << 20
 _PLAIN = {"Accept-Encoding": "identity"}
 _OTHER_WEIGHTS = frozenset({".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth"})
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_OID = re.compile(r"[0-9a-f]{1,64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _ADDRESS = re.compile(
     r"hf:(?://)?(?P<repository>[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9][\w.-]{0,95})?)(?:@(?P<revision>[\w][\w./+-]{0,199}))?",
     re.ASCII | re.IGNORECASE,
@@ -175,10 +177,12 @@ def _home() -> tuple[Origin, str | None]:
     """Return the hub and the token for it.
 
     Raises:
-        SourceError: The token would be sent in the clear.
+        SourceError: The token would be sent in the clear, or is none.
     """
     endpoint = constants.ENDPOINT
     token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+    if token is not None and not is_header_text(token):
+        raise SourceError(Problem(where="the token of the hub", what="cannot be sent", expected="letters and digits"))
     return origin_of(endpoint, where=endpoint, plain=token is None or is_set(ALLOW_HTTP)), token
 
 
@@ -205,9 +209,12 @@ def _ask(place: _Place, limits: Limits, transfer: Transfer) -> Listing:
         raise SourceError(Problem(where=text, what="no commit", expected="40 hexadecimal digits", found=commit[:80]))
     files, folders = {}, set()
     for one in info.siblings or ():
+        if type(one.rfilename) is not str:
+            found = repr(one.rfilename)[:80]
+            raise SourceError(Problem(where=text, what="no name of a file", expected="text", found=found))
         name, slash, _ = one.rfilename.removeprefix(place.below).partition("/")
-        if not one.rfilename.startswith(place.below):
-            continue
+        if not one.rfilename.startswith(place.below) or not is_plain_file_name(name):
+            continue  # nothing could open it
         if slash:
             folders.add(name)
         else:
@@ -224,8 +231,13 @@ def _facts(text: str, name: str, one: Any) -> FileFacts:
     nbytes = one.size if lfs is None else lfs.size
     if type(nbytes) is not int or nbytes < 0:
         raise SourceError(Problem(where=text, what=f"no size of {one.rfilename}", expected="bytes", found=repr(nbytes)))
-    sha256 = None if lfs is None else str(lfs.sha256)
-    return FileFacts(name=name, nbytes=nbytes, version=f"oid {sha256 or one.blob_id}", sha256=sha256)
+    oid = one.blob_id if lfs is None else lfs.sha256
+    if not (type(oid) is str and (_OID if lfs is None else _SHA256).fullmatch(oid)):
+        expected = "hexadecimal digits, 64 of a large file"
+        raise SourceError(
+            Problem(where=text, what=f"no digest of {one.rfilename}", expected=expected, found=repr(oid)[:80])
+        )
+    return FileFacts(name=name, nbytes=nbytes, version=f"oid {oid}", sha256=None if lfs is None else oid)
 
 
 def _asked(text: str, ask: Callable[[], Any], limits: Limits, transfer: Transfer) -> Any:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Generic, TypeVar
 
 from tonnage.errors import Problem, SourceError
+
+_POLL_SECONDS = 0.25
+_DYING_SECONDS = 5.0
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -50,6 +53,10 @@ class _Slot(Generic[Item, Result]):
         self.result: list[Result] = []
         self.error: BaseException | None = None
 
+    def finish(self) -> None:
+        """Let whoever waits for it go on."""
+        self.done.set()
+
 
 def in_order(
     work: Callable[[Item], Result],
@@ -80,7 +87,7 @@ def in_order(
     stopped = Event()
     count = min(threads, len(items))
     for _ in range(count):
-        Thread(target=_serve, args=(work, queue, stopped), name="source", daemon=True).start()
+        Thread(target=_serve, args=(work, queue, stopped, _Slot.finish), name="source", daemon=True).start()
     waiting: deque[tuple[_Slot[Item, Result], int]] = deque()
     held = begun = 0
     try:
@@ -107,10 +114,80 @@ def in_order(
             queue.put(None)
 
 
-def _serve(work: Callable[[Item], Result], queue: SimpleQueue[_Slot[Item, Result] | None], stopped: Event) -> None:
+def waited(ask: Callable[[], Result], limit: TimeLimit | None = None) -> Result:
+    """Return what a library answers that lets no signal in while it waits: a thread waits in our place.
+
+    Raises:
+        BaseException: What ``ask`` raised.
+        SourceError: The time is up.
+    """
+    return next(in_order(lambda _: ask(), (None,), threads=1, limit=limit))
+
+
+def as_done(
+    work: Callable[[Item], Result],
+    items: Sequence[Item],
+    *,
+    threads: int,
+    on_poll: Callable[[], None],
+    stop: Callable[[], None],
+) -> Generator[Result, None, None]:
+    """Yield the results of many items as they come, worked at by threads of their own.
+
+    Args:
+        work: Should look now and then whether it was stopped.
+        items: What is worked at, begun in their order.
+        threads: How many at once.
+        on_poll: Called a few times a second.
+        stop: Called first when this is left, however it is left; what is under way then is waited for, but not longer
+            than a few seconds, and does not hold up the end of the process.
+
+    Raises:
+        BaseException: What ``work`` raised first.
+    """
+    queue: SimpleQueue[_Slot[Item, Result] | None] = SimpleQueue()
+    finished: SimpleQueue[_Slot[Item, Result]] = SimpleQueue()
+    stopped = Event()
+    for item in items:
+        queue.put(_Slot(item))
+    args = (work, queue, stopped, finished.put)
+    crew = [Thread(target=_serve, args=args, daemon=True) for _ in range(min(threads, len(items)))]
+    begun: list[Thread] = []
+    left = len(items)
+    try:
+        for thread in crew:
+            thread.start()
+            begun.append(thread)
+        while left:
+            try:
+                slot = finished.get(timeout=_POLL_SECONDS)
+            except Empty:
+                on_poll()
+                continue
+            left -= 1
+            on_poll()
+            if slot.error is not None:
+                raise slot.error
+            yield slot.result.pop()
+    finally:
+        stop()
+        stopped.set()
+        end = time.monotonic() + _DYING_SECONDS
+        for _ in begun:
+            queue.put(None)
+        for thread in begun:
+            thread.join(max(end - time.monotonic(), 0.0))
+
+
+def _serve(
+    work: Callable[[Item], Result],
+    queue: SimpleQueue[_Slot[Item, Result] | None],
+    stopped: Event,
+    finish: Callable[[_Slot[Item, Result]], object],
+) -> None:
     while (slot := queue.get()) is not None and not stopped.is_set():
         try:
             slot.result.append(work(slot.item))
         except BaseException as error:  # noqa: BLE001 - raised again by whoever waits for the result
             slot.error = error
-        slot.done.set()
+        finish(slot)

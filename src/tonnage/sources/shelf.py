@@ -30,6 +30,7 @@ _MAGIC = b"tonnage1"
 _HEAD_BYTES = 20
 _LISTING = "listing"
 _LISTING_LIMIT_BYTES = 64 << 20
+_ENTRY_LIMIT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,11 @@ class Shelf:
         self._write(_LISTING, msgspec.json.encode(_Document(files=files, folders=folders, revision=listing.revision)))
 
     def _place(self) -> Path:
-        """Return the directory, made if it is not there; a temporary one where that is not possible."""
+        """Return the directory, made if it is not there; a temporary one where that is not possible.
+
+        Raises:
+            OSError: Not even that is.
+        """
         if self._directory is None:
             name = hashlib.sha256(self.key.encode("utf-8", "surrogatepass")).hexdigest()[:40]
             try:
@@ -126,15 +131,19 @@ class Shelf:
 
     def _read(self, name: str) -> bytes | None:
         try:
-            raw = (self._place() / name).read_bytes()
+            with open(self._place() / name, "rb", opener=_plainly) as file:
+                raw = file.read(_ENTRY_LIMIT_BYTES)
         except OSError:
             return None
         content = raw[_HEAD_BYTES:]
         return content if raw[:_HEAD_BYTES] == _head(content) else None
 
     def _write(self, name: str, content: bytes) -> None:
-        """Write an entry; a disk that is full keeps nothing."""
-        place = self._place()
+        """Write an entry; a disk that is full keeps nothing, nor does one without any place to write."""
+        try:
+            place = self._place()
+        except OSError:
+            return
         partial = place / f".{name}.{secrets.token_hex(8)}"
         try:
             with partial.open("xb") as file:
@@ -144,6 +153,11 @@ class Shelf:
         except OSError:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
+
+
+def _plainly(path: str, flags: int) -> int:
+    """Open a file that is one: no link is followed, and nothing is waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _head(content: bytes) -> bytes:

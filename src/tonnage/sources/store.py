@@ -19,15 +19,18 @@ from obstore.exceptions import (
 from obstore.store import from_url
 
 from tonnage.errors import Problem, SourceError, one_line
-from tonnage.sources.connections import origin_of
+from tonnage.sources.connections import is_header_text, origin_of
 from tonnage.sources.limits import ALLOW_HTTP, Limits, is_set
 from tonnage.sources.model import FileFacts
+from tonnage.sources.parallel import TimeLimit, waited
 from tonnage.sources.remote import MOST_FILES, RemoteSource
 from tonnage.sources.shelf import Listing, Shelf
 from tonnage.sources.transfer import Transfer
 
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """Environment variables that name another server than Amazon's."""
+
+_SETTINGS = ("AWS_", "GOOGLE_")
 
 _ADDRESS = re.compile(
     r"(?P<scheme>s3|gs)://(?P<bucket>[a-z0-9][a-z0-9._-]{1,220})(?:/(?P<prefix>[^?#]*))?", re.IGNORECASE
@@ -73,6 +76,7 @@ def new_store(address: str, limits: Limits) -> Any:
     Raises:
         SourceError: Its settings are wrong, or would send everything in the clear to another machine.
     """
+    _check_settings()
     server = endpoint() if address.startswith("s3:") else ""
     plain = bool(server) and origin_of(server, where=server, plain=is_set(ALLOW_HTTP)).scheme == "http"
     whole = limits.total_seconds + _LARGEST_WINDOW_BYTES / limits.slowest
@@ -92,6 +96,13 @@ def new_store(address: str, limits: Limits) -> Any:
         return from_url(address, client_options=options, retry_config=retry, **settings)  # type: ignore[call-overload]
     except (BaseError, ValueError) as error:
         raise SourceError(Problem(where=address, what="cannot be used", found=said(error))) from error
+
+
+def _check_settings() -> None:
+    """Refuse a variable that obstore would put into a header and cannot: it would end the process."""
+    for name in sorted(os.environ):
+        if name.startswith(_SETTINGS) and not is_header_text(os.environ[name]):
+            raise SourceError(Problem(where=name, what="cannot be sent", expected="printable ASCII"))
 
 
 def endpoint() -> str:
@@ -117,7 +128,8 @@ class StoreFiles:
 
     def listed(self) -> Listing:
         """Return the objects and prefixes directly below."""
-        found = self._asked("", lambda: obstore.list_with_delimiter(self._store))
+        limit = TimeLimit(self._address, self._limits.total_seconds)  # a listing may be without end
+        found = self._asked("", lambda: waited(lambda: obstore.list_with_delimiter(self._store), limit))
         objects, prefixes = found["objects"], found["common_prefixes"]
         if len(objects) + len(prefixes) > MOST_FILES:
             expected, count = f"at most {MOST_FILES}", str(len(objects) + len(prefixes))

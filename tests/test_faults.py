@@ -1,0 +1,370 @@
+"""Systems that fail under a command: it ends right, or with one line and its exit code, and goes on the next time.
+
+Every command runs in a process of its own. What the system does wrong is done by a ``sitecustomize`` in front of it, which
+workers inherit. docs/faults.md says which test holds which fault for which command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samples import file_contents, prepare_small, without_privilege, write_key
+from servers import Seen, Server, web
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMAND = [sys.executable, "-P", "-m", "tonnage"]
+WRITING = ("prepare", "export", "fetch")
+SITE = """
+import atexit, errno, os, random, signal, threading, time
+
+FAULTS = os.environ["FAULTS"].split()
+real = {name: getattr(os, name) for name in ("pread", "preadv", "read", "write", "fsync")}
+
+
+def part(nbytes):
+    return random.randint(1, max(nbytes // 2, 1)) if nbytes < 100_000 else nbytes // 2
+
+
+def named(descriptor):
+    return os.readlink(f"/proc/self/fd/{descriptor}")
+
+
+if "short" in FAULTS:
+    os.pread = lambda fd, nbytes, at: real["pread"](fd, part(nbytes), at)
+    os.read = lambda fd, nbytes: real["read"](fd, part(nbytes))
+    os.write = lambda fd, data: real["write"](fd, memoryview(data)[: part(len(data))])
+    os.preadv = lambda fd, views, at: real["preadv"](fd, [views[0][: part(len(views[0]))]], at)
+if "interrupted" in FAULTS:
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
+if "threads" in FAULTS:
+
+    def start(_thread):
+        raise RuntimeError("can't start new thread")
+
+    threading.Thread.start = start
+if "clock" in FAULTS:
+    now, now_ns = time.time, time.time_ns
+    time.time = lambda: now() + random.choice((-1, 1)) * 86400
+    time.time_ns = lambda: now_ns() + random.choice((-1, 1)) * 86400 * 10**9
+if "read" in FAULTS:
+
+    def failing(name):
+        def read(fd, *rest):
+            if named(fd).endswith(".safetensors") and not os.get_inheritable(fd):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real[name](fd, *rest)
+
+        return read
+
+    for name in ("pread", "preadv", "read"):
+        setattr(os, name, failing(name))
+if "sync" in FAULTS:
+
+    def fsync(fd):
+        if named(fd).endswith(".partial"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real["fsync"](fd)
+
+    os.fsync = fsync
+"""
+
+
+class Bench:
+    """What the commands work on, and what they make of it where nothing goes wrong."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.private, self.public = write_key(folder)
+        self.source, self.prepared = folder / "source", folder / "prepared"
+        prepare_small(self.source, self.prepared, convert="none")
+        self.package = Path(shutil.copytree(self.prepared, folder / "package"))
+        done = self.run("export", self.words("export", self.package))
+        assert done.returncode == 0, done.stderr
+        (folder / "site").mkdir()
+        (folder / "site" / "sitecustomize.py").write_text(SITE)
+
+    def words(self, command: str, out: Path, url: str = "") -> list[object]:
+        return {
+            "plan": [self.source, "--tp", 2, "--json"],
+            "prepare": [self.source, "--tp", 2, "--workers", 1, "-o", out],
+            "export": [out, "--key", self.private, "--profile", "c1-p512", "--date", "2026-11-30", "--name", "n"],
+            "verify": [self.package, "--key", self.public],
+            "fetch": [url, "--key", self.public, "-o", out],
+        }[command]
+
+    def environment(self, *faults: str) -> dict[str, str]:
+        path = [str(self.folder / "site")] if faults else []
+        return {
+            **os.environ,
+            "FAULTS": " ".join(faults),
+            "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "XDG_CACHE_HOME": str(self.folder / "cache"),
+        }
+
+    def run(self, command: str, words: list[object], *faults: str, **how: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*COMMAND, command, *map(str, words)], env=self.environment(*faults), capture_output=True, text=True,
+            check=False, timeout=60, **how,
+        )  # fmt: skip
+
+    def begun(self, command: str, words: list[object]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*COMMAND, command, *map(str, words)], env=self.environment(), stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def expected(self, command: str) -> dict[str, bytes]:
+        """Return the files a command writes, and no others."""
+        whole = self.prepared if command == "prepare" else self.package
+        return {name: raw for name, raw in file_contents(whole).items() if name != "prepare.json"}
+
+    def written(self, out: Path) -> dict[str, bytes]:
+        """Return the files that have a final name, notes of a run that is not over aside."""
+        found = file_contents(out) if out.exists() else {}
+        return {
+            name: raw
+            for name, raw in found.items()
+            if not name.startswith(".prepare/") and not name.endswith(".partial") and name != "prepare.json"
+        }
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def server(bench: Bench) -> Iterator[Server]:
+    with web(bench.package) as running:
+        yield running
+
+
+@contextmanager
+def tricked(server: Server, trick: Callable[[Any, Seen], bool]) -> Iterator[None]:
+    server.trick = trick
+    try:
+        yield
+    finally:
+        server.trick = None
+
+
+def destination(bench: Bench, command: str, folder: Path) -> Path:
+    """Return where a command writes; an export is of what was prepared."""
+    out = folder / "out"
+    return Path(shutil.copytree(bench.prepared, out)) if command == "export" else out
+
+
+def check_refused(done: subprocess.CompletedProcess[str], status: int = 2) -> None:
+    """See that a run said in one line why it ended, progress aside."""
+    assert done.returncode == status, done.stderr
+    *before, last = done.stderr.splitlines()
+    assert all(" jobs" in line or " requests, " in line for line in before), done.stderr
+    assert last.startswith("tonnage: "), done.stderr
+
+
+def check_goes_on(bench: Bench, command: str, out: Path, url: str) -> None:
+    """See that nothing under a final name is another than it should be, and that the same command ends right."""
+    assert bench.written(out).items() <= bench.expected(command).items()
+    done = bench.run(command, bench.words(command, out, url))
+    assert done.returncode == 0, done.stderr
+    assert bench.written(out) == bench.expected(command)
+    assert not list(out.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("command", ["plan", "prepare", "export", "verify", "fetch"])
+def test_short_reads_and_writes_interruptions_and_steps_of_the_clock_change_nothing(
+    bench: Bench, server: Server, tmp_path: Path, command: str
+) -> None:
+    out = destination(bench, command, tmp_path)
+    words = bench.words(command, out, server.url)
+    done = bench.run(command, words, "short", "interrupted", "clock")
+    assert done.returncode == 0, done.stderr
+    if command in WRITING:
+        assert bench.written(out) == bench.expected(command)
+    elif command == "plan":
+        assert json.loads(done.stdout) == json.loads(bench.run(command, words).stdout)
+    else:
+        assert ": verified: " in done.stdout
+
+
+@pytest.mark.parametrize(("command", "status"), [("plan", 2), ("prepare", 2), ("export", 2), ("verify", 4)])
+def test_a_read_that_fails_is_one_line(bench: Bench, tmp_path: Path, command: str, status: int) -> None:
+    out = destination(bench, command, tmp_path)
+    done = bench.run(command, bench.words(command, out), "read")
+    assert done.returncode == status, done.stderr
+    assert "Input/output error" in done.stderr
+    assert all(re.match(r"tonnage: |.* jobs", line) for line in done.stderr.splitlines()), done.stderr
+    if command in WRITING:
+        assert bench.written(out).items() <= bench.expected(command).items()
+
+
+@pytest.mark.parametrize("command", WRITING)
+def test_a_disk_that_is_full_when_a_file_is_synced_is_one_line_and_gone_on_with(
+    bench: Bench, server: Server, tmp_path: Path, command: str
+) -> None:
+    out = destination(bench, command, tmp_path)
+    done = bench.run(command, bench.words(command, out, server.url), "sync")
+    check_refused(done)
+    assert "no space left for it; free some and run the same command again" in done.stderr
+    check_goes_on(bench, command, out, server.url)
+
+
+@pytest.mark.parametrize(("command", "megabytes"), [("plan", 48), ("export", 60), ("verify", 60), ("fetch", 60)])
+def test_memory_that_does_not_do_is_one_line(
+    bench: Bench, server: Server, tmp_path: Path, command: str, megabytes: int
+) -> None:
+    out, nbytes = destination(bench, command, tmp_path), megabytes << 20
+    words = bench.words(command, out, server.url)
+    done = bench.run(command, words, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes)))
+    if done.returncode:  # it does on some systems
+        check_refused(done)
+    if command in WRITING:
+        assert bench.written(out).items() <= bench.expected(command).items()
+
+
+@pytest.mark.parametrize("command", WRITING)
+def test_an_output_that_may_not_be_written_is_one_line(
+    bench: Bench, server: Server, tmp_path: Path, command: str
+) -> None:
+    out = destination(bench, command, tmp_path)
+    out.mkdir(exist_ok=True)
+    out.chmod(0o555)
+    try:
+        done = bench.run(command, bench.words(command, out, server.url), preexec_fn=without_privilege)
+    finally:
+        out.chmod(0o755)
+    check_refused(done)
+    assert "Permission denied" in done.stderr
+    assert file_contents(out) == (file_contents(bench.prepared) if command == "export" else {})
+
+
+@pytest.mark.parametrize("command", ["plan", "prepare", "verify"])
+def test_a_file_that_may_not_be_read_is_named(bench: Bench, tmp_path: Path, command: str) -> None:
+    directory = bench.package / "weights" / "tp2" / "rank-0" if command == "verify" else bench.source
+    path = next(directory.glob("*.safetensors"))
+    path.chmod(0)
+    try:
+        done = bench.run(command, bench.words(command, tmp_path / "out"), preexec_fn=without_privilege)
+    finally:
+        path.chmod(0o644)
+    check_refused(done, 4 if command == "verify" else 2)
+    assert f"{path.name}: " in done.stderr
+    assert "Permission denied" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+class Stalled:
+    """A server that says nothing any more of some weights, once it was asked for them."""
+
+    def __init__(self, word: str = "rank-1") -> None:
+        self._word = word
+        self.asked, self.over = threading.Event(), threading.Event()
+
+    def __call__(self, handler: Any, seen: Seen) -> bool:
+        if self._word not in seen.path or "safetensors" not in seen.path:
+            return False
+        self.asked.set()
+        self.over.wait(30)
+        handler.close_connection = True
+        return True
+
+
+@pytest.mark.parametrize(
+    ("number", "times", "status"),
+    [(signal.SIGINT, 1, 130), (signal.SIGTERM, 1, 143), (signal.SIGTERM, 2, -signal.SIGTERM)],
+)
+def test_a_fetch_that_is_ended_while_a_server_is_silent_ends_soon_and_goes_on(
+    bench: Bench, server: Server, tmp_path: Path, number: signal.Signals, times: int, status: int
+) -> None:
+    out, stalled = tmp_path / "out", Stalled()
+    with tricked(server, stalled):
+        process = bench.begun("fetch", bench.words("fetch", out, server.url))
+        assert stalled.asked.wait(20)
+        time.sleep(0.3)  # the other files are whole by now
+        begin = time.monotonic()
+        for _ in range(times):
+            process.send_signal(number)
+            time.sleep(0.2)
+        _, said = process.communicate(timeout=20)
+        stalled.over.set()
+    assert time.monotonic() - begin < 15
+    assert process.returncode == status
+    line = {130: "tonnage: interrupted", 143: "tonnage: terminated"}.get(status, "")
+    assert said.splitlines() == ([f"{line}; run the same command again to resume"] if line else [])
+    if line:
+        assert bench.written(out).items() <= bench.expected("fetch").items()
+        assert not list(out.rglob("*.partial"))
+    else:
+        check_goes_on(bench, "fetch", out, server.url)
+
+
+def test_of_two_fetches_into_one_directory_the_second_is_refused(bench: Bench, server: Server, tmp_path: Path) -> None:
+    out, stalled = tmp_path / "out", Stalled()
+    with tricked(server, stalled):
+        process = bench.begun("fetch", bench.words("fetch", out, server.url))
+        assert stalled.asked.wait(20)
+        check_refused(bench.run("fetch", bench.words("fetch", out, server.url)))
+        server.trick = None
+        stalled.over.set()
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 0, said
+    assert bench.written(out) == bench.expected("fetch")
+
+
+@pytest.mark.parametrize(("command", "word"), [("verify", "rank-1"), ("plan", "model.")])
+def test_a_command_that_writes_nothing_ends_without_a_word(bench: Bench, command: str, word: str) -> None:
+    stalled = Stalled(word)
+    with web(bench.package if command == "verify" else bench.source) as server, tricked(server, stalled):
+        process = bench.begun(command, [server.url, *(["--key", bench.public] if command == "verify" else [])])
+        assert stalled.asked.wait(20)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+        stalled.over.set()
+    assert (process.returncode, said) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("command", ["verify", "fetch"])
+def test_a_thread_that_cannot_be_had_is_one_line(bench: Bench, server: Server, tmp_path: Path, command: str) -> None:
+    done = bench.run(command, bench.words(command, tmp_path / "out", server.url), "threads")
+    check_refused(done)
+    assert done.stderr == "tonnage: threads: the system lets no more be started\n"
+
+
+def test_without_any_place_to_write_a_plan_of_a_server_is_made(bench: Bench, tmp_path: Path) -> None:
+    """Such as a container whose file systems are all read-only."""
+    (tmp_path / "closed").mkdir(mode=0o555)
+    closed = str(tmp_path / "closed")
+    with web(bench.source.parent) as here:
+        done = subprocess.run(
+            [*COMMAND, "plan", f"{here.url}/source/", "--tp", "2", "--json"],
+            env={**bench.environment(), "XDG_CACHE_HOME": closed, "TMPDIR": closed},
+            cwd=closed, preexec_fn=without_privilege, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["transfer"]["bytes"] > 0
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    rows = [line for line in (ROOT / "docs" / "faults.md").read_text().splitlines() if line.startswith("| ")]
+    named = [match for row in rows for match in re.findall(r"`(\w+)::(\w+)`", row)]
+    assert len(named) >= 40
+    for module, test in named:
+        path = next((ROOT / "tests").rglob(f"{module}.py"))
+        assert re.search(rf"^def {test}\(", path.read_text(), re.MULTILINE), (module, test)
