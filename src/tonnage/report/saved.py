@@ -14,6 +14,7 @@ import msgspec
 from tonnage.errors import ObservationError, Problem, one_line, raise_if_any
 from tonnage.memory.supply import Basis
 from tonnage.plan import WEIGHT_LINES
+from tonnage.topology import Device
 
 PLAN_LIMIT_BYTES = 64 << 20
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -87,6 +88,7 @@ class SavedRank:
     expected_bytes: _Count
     cache_bytes: _Count
     loading_bytes: _Count = 0
+    payload_bytes: _Count | None = None
     spare_bytes: int | None = None
 
 
@@ -172,6 +174,7 @@ class SavedPlan:
         numerics: What a conversion changes.
         tonnage_version: What wrote it; empty in documents from before it was written down.
         options: The options it was asked for with.
+        device: What the engine runs on.
     """
 
     schema: Literal["tonnage.plan/1"]
@@ -195,6 +198,7 @@ class SavedPlan:
     numerics: SavedNumerics
     tonnage_version: str = ""
     options: tuple[str, ...] = ()
+    device: Device = "gpu"
 
     @property
     def binding(self) -> SavedRank:
