@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 
-import httpx
+import httpx2
 import pytest
 
 from samples import LLAMA, served
@@ -54,7 +54,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_with_every_worker_and_without_a_word(place, number):
     with served(place, "models") as (address, process):
-        listed = httpx.get(f"{address}api/checkpoints").json()["checkpoints"]
+        listed = httpx2.get(f"{address}api/checkpoints").json()["checkpoints"]
         assert listed == [{"path": "models/small", "kind": "directory", "weights": False}]
         workers = workers_of(process)
         assert len(workers) == 1
@@ -78,7 +78,7 @@ def test_clients_that_hang_up_before_they_are_answered_do_not_end_it(place):
                 with socket.create_connection(endpoint(address)) as client:
                     client.sendall(sent)
         for _ in range(100):  # busy with what was asked
-            if (status := httpx.get(f"{address}api/gpus").status_code) != 503:
+            if (status := httpx2.get(f"{address}api/gpus").status_code) != 503:
                 break
             time.sleep(0.1)
         assert status == 200
@@ -120,12 +120,12 @@ def test_a_connection_that_asks_nothing_does_not_keep_its_place(place):
                 client.sendall(sent)
                 while client.recv(1 << 16):
                     continue
-        assert httpx.get(f"{address}api/gpus").status_code == 200
+        assert httpx2.get(f"{address}api/gpus").status_code == 200
 
 
 def test_an_answer_that_nobody_takes_does_not_keep_its_place(place):
     with impatient(place, "REQUEST_SECONDS = 0.5") as (address, _), socket.socket() as client:
-        script = len(httpx.get(f"{address}static/plotly.min.js").content)
+        script = len(httpx2.get(f"{address}static/plotly.min.js").content)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(20)
         client.connect(endpoint(address))
@@ -145,7 +145,7 @@ def test_it_ends_in_one_line_although_somebody_waits_for_an_answer(place):
         "most_context": 1 << 50, "most_concurrency": 4096, "steps": 4,
     }  # fmt: skip
     with impatient(place, "_SHUTDOWN_SECONDS = 1") as (address, process), ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(httpx.post, f"{address}api/regions", json=asked, timeout=20)
+        waiting = pool.submit(httpx2.post, f"{address}api/regions", json=asked, timeout=20)
         time.sleep(0.5)
         assert not waiting.done()
         process.terminate()
@@ -202,7 +202,7 @@ def test_where_others_reach_it_a_warning_is_printed(place):
     with served(place, "models", "--host", EVERYWHERE, "--allow-host", "planner.example") as (address, process):
         port = address.rsplit(":", 1)[1].strip("/")
         for host, status in (("planner.example", 200), ("evil.example", 403)):
-            answer = httpx.get(f"http://127.0.0.1:{port}/api/gpus", headers={"Host": host})
+            answer = httpx2.get(f"http://127.0.0.1:{port}/api/gpus", headers={"Host": host})
             assert answer.status_code == status
         process.terminate()
         _, err = process.communicate(timeout=20)
