@@ -82,7 +82,7 @@ def test_first_rows_of_vllms_specs_are_equal(row: dict[str, Any]) -> None:
         concurrent_batches=1,
     )
     plan = vllm_cache(model.caches, options)
-    pages = layer_pages(model.caches, options)
+    pages = layer_pages(plan.caches, options)
 
     assert len(pages) == row["layers"]
     assert sum(entry.page.nbytes for entry in pages) == row["sum_page_bytes"]
@@ -121,7 +121,7 @@ def test_rows_of_vllms_classes_are_equal(config: str, rows: list[dict[str, Any]]
         )
         context = asked["context_tokens"]
         plan = vllm_cache(caches, options)
-        pages = Counter((KINDS[entry.page.kind], entry.page.nbytes) for entry in layer_pages(caches, options))
+        pages = Counter((KINDS[entry.page.kind], entry.page.nbytes) for entry in layer_pages(plan.caches, options))
         groups = sorted([len(g.pages), g.block_tokens * (g.pages[0].page.state is None)] for g in plan.groups)
         found = {
             "block_size": plan.block_tokens,

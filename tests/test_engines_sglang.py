@@ -57,6 +57,16 @@ def test_no_absorbed_projections_without_latent_attention() -> None:
     assert placed("meta-llama__Llama-3.1-8B-Instruct", tp=8).extras == ()
 
 
+def test_keys_of_layers_that_read_others_are_built_all_the_same() -> None:
+    """Gemma-4-E4B: of 42 layers 15 sliding ones (2 heads of 256) and 3 full ones (of 512) share keys and values."""
+    for tp, heads in ((1, 2), (2, 1), (8, 1)):
+        extras = placed("google__gemma-4-E4B-it", tp=tp).extras
+        held = sorted((extra.nbytes[0], len(extra.first)) for extra in extras)
+        one = heads * 256 * 2560 * 2
+        assert held == [(one, 15), (one, 15), (2 * one, 3), (2 * one, 3)]
+        assert {extra.component for extra in extras} == {"engine.shared_kv"}
+
+
 def test_same_bytes_as_vllm_on_a_plain_model() -> None:
     assignment = config_of("meta-llama__Llama-3.1-8B-Instruct")
     vllm = place(assignment, Topology(tp=8), engine("vllm"))

@@ -67,7 +67,7 @@ def test_shipped_records_are_what_the_command_fits(agreement, tmp_path: Path):
     done = CliRunner().invoke(app, [str(logs), "-o", str(tmp_path / "out"), "--json"])
     assert done.exit_code == 0
     answer = json.loads(done.stdout)
-    assert answer["logs"] == 65
+    assert answer["logs"] == 66
     assert [line.split(":")[0] for line in answer["left_out"]] == [
         "meta-llama-3-8b-vllm-tp1-284", "meta-llama-3-8b-vllm-tp2-285", "llama-3.1-8b-instruct-vllm-tp1-287",
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 Confirmed from the source of 0.5.23: linear, QKV and routed-expert classes cut as those of vLLM do; the padding of the
 vocabulary; whole experts under ``--ep-size``; FP8 channel scales in F32; the copies of ``kv_b_proj`` of absorbed MLA;
+keys and values of Gemma 4's layers that read what earlier ones keep, which are built unused;
 for Kimi K3 the replicated projections (f_a, q_a, kv_a, latent pair, attention residual).
 Read in other versions only: expert-parallel ranks must divide the experts (``moe/fused_moe_triton/layer.py``); experts
 in block FP8 are only cut at whole blocks (sgl-project/sglang issue 10641).
@@ -13,7 +14,7 @@ Not claimed: rows fused modules are rounded up by, and scalars of quantised KV c
 
 Source:
     SGLang 0.5.23 ``srt/layers`` (``vocab_parallel_embedding.py``, ``linear.py``, ``quantization/fp8.py``) and
-    ``srt/models`` (``deepseek_v2.py``, ``kimi_k3.py``).
+    ``srt/models`` (``deepseek_v2.py``, ``kimi_k3.py``, ``gemma4_causal.py``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tonnage.engines.vllm import copies
 from tonnage.engines.vllm import held_shape as vllm_held_shape
 from tonnage.errors import PlacementError, Problem
 from tonnage.formats.quantized import CHANNEL_FORMATS
+from tonnage.recipes.blueprint import stored_tensors
 
 if TYPE_CHECKING:
     from tonnage.assignment import Assigned, Assignment
@@ -92,6 +94,30 @@ def _extras(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
             )
 
 
+def _unstored(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
+    """Yield the keys and values of fused projections on layers whose checkpoint has none: they are built all the same.
+
+    Such layers read what earlier ones keep; vLLM builds their queries alone.
+    """
+    blueprint = assignment.blueprint
+    for module in blueprint.modules:
+        if not (module.optional and module.rule.fused == "qkv_proj"):
+            continue
+        stored = {layer for entry in assignment.entries if entry.module.rule is module.rule for layer in entry.first}
+        layers = tuple(layer for layer in module.first if layer not in stored)
+        if layers:
+            heads = sum(run.units for run in module.out)
+            whole = sum(tensor.nbytes for tensor in stored_tensors(module, module.fmt, module.model_dtype))
+            yield Extra(
+                component="engine.shared_kv",
+                nbytes=(-(-whole * max(heads // topology.tp, 1) // heads),) * topology.tp,
+                first=layers,
+                why=f"{module.rule.pattern.rpartition('.')[2]} of {module.out_size} rows, built unused on layers that "
+                "read what earlier ones keep",
+                source="SGLang 0.5.23 srt/models/gemma4_causal.py, QKVParallelLinear of every layer",
+            )
+
+
 def _check(assignment: Assignment, topology: Topology) -> tuple[Problem, ...]:
     """Refuse unequal numbers of experts, and a container only one fork of vLLM reads."""
     problems = []
@@ -119,7 +145,7 @@ SGLANG = EngineModel(
     uneven=False,
     vocab_rows=_vocab_rows,
     held_shape=_held_shape,
-    extras=lambda assignment, topology: tuple(_extras(assignment, topology)),
+    extras=lambda assignment, topology: (*_extras(assignment, topology), *_unstored(assignment, topology)),
     held_dtype=_held_dtype,
     copies=copies,
     takes_over=("vllm",),

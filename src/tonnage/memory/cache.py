@@ -6,7 +6,7 @@ These are facts of the model, stated by its recipe. What an engine makes of them
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -187,12 +187,14 @@ class LayerCache:
         layers: The decoder layers, in order; each of them is on one pipeline stage.
         source: Recipe file, without suffix, it is stated in.
         draft: They belong to a draft model, which keeps them beside the target's.
+        borrowed: They read what earlier layers keep; some engines set memory aside for them all the same.
     """
 
     kept: Kept
     layers: tuple[int, ...]
     source: str = field(default="", compare=False)
     draft: bool = False
+    borrowed: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a cache no layer keeps."""
@@ -206,8 +208,13 @@ def on_stage(caches: Iterable[LayerCache], layers: range) -> tuple[LayerCache, .
     for cache in caches:
         here = cache.layers if cache.draft else tuple(layer for layer in cache.layers if layer in layers)
         if here:
-            kept.append(LayerCache(kept=cache.kept, layers=here, source=cache.source, draft=cache.draft))
+            kept.append(replace(cache, layers=here))
     return tuple(kept)
+
+
+def owned(caches: Iterable[LayerCache]) -> tuple[LayerCache, ...]:
+    """Return what layers keep for themselves, without those that read what earlier ones keep."""
+    return tuple(cache for cache in caches if not cache.borrowed)
 
 
 def _refuse_below(kept: object, least: int, *values: int) -> None:

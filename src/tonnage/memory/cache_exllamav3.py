@@ -17,7 +17,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from tonnage.errors import PlacementError, Problem, UnknownFormatError
-from tonnage.memory.cache import Attention, Compressed, Indexer, Latent, LayerCache, State, on_stage
+from tonnage.memory.cache import Attention, Compressed, Indexer, Latent, LayerCache, State, on_stage, owned
 from tonnage.units import round_up
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def exllamav3_cache(
         UnknownFormatError: The engine has no such recurrence.
     """
     options = options or Exllamav3CacheOptions()
-    kept = tuple(caches) if layers is None else on_stage(caches, layers)
+    kept = owned(caches) if layers is None else on_stage(owned(caches), layers)
     return Exllamav3Cache(
         options=options,
         caches=kept,

@@ -2,7 +2,8 @@
 
 Source:
     SGLang 0.5.23 ``model_executor/pool_configurator.py`` (cell sizes), ``mem_cache/kv_cache_configurator.py``
-    (calculate_mla_kv_cache_dim), ``configs/mamba_utils.py`` (states), ``configs/model_config.py`` (get_num_kv_heads).
+    (calculate_mla_kv_cache_dim), ``configs/mamba_utils.py`` (states), ``configs/model_config.py`` (get_num_kv_heads;
+    get_hybrid_layer_ids counts every layer, those that read what earlier ones keep as well).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from tonnage.errors import PlacementError, Problem
-from tonnage.memory.cache import Compressed, Indexer, LayerCache, State, on_stage
+from tonnage.memory.cache import Compressed, Indexer, LayerCache, State, on_stage, owned
 from tonnage.memory.cache_vllm_groups import CacheGroup, cache_groups
 from tonnage.memory.cache_vllm_options import TokenCount, VllmCacheOptions
 from tonnage.memory.cache_vllm_pages import (
@@ -234,7 +234,7 @@ def vllm_cache(
         UnknownFormatError: The KV dtype has no rule for a cache of the model.
     """
     options = options or VllmCacheOptions()
-    kept = tuple(caches)
+    kept = owned(caches)
     groups = _groups(kept, options)
     return VllmCache(
         options=options,

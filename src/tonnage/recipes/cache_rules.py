@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from tonnage.recipes.schema import CacheKind, IndexRule
 
-_COMMON = ("keeps", "layers", "when", "draft")
+_FLAGS = ("draft", "borrowed")
+_COMMON = ("keeps", "layers", "when", *_FLAGS)
 _NO_SIZES = frozenset({*_COMMON, "conv", "conv_units", "replicas", "kind"})
 
 
@@ -47,8 +48,9 @@ def cache_rule(
     state_kind = str(texts.get("kind", ""))
     if kind == "state" and state_kind not in get_args(StateKind):
         raise bad(where, "unknown kind of state", ", ".join(get_args(StateKind)), state_kind)
-    if not isinstance(keys.get("draft", False), bool):
-        raise bad(where, "draft is no flag", "true or false", keys["draft"])
+    for flag in _FLAGS:
+        if not isinstance(keys.get(flag, False), bool):
+            raise bad(where, f"{flag} is no flag", "true or false", keys[flag])
     conv, replicas = _conv(texts, where)
     return CacheRule(
         keeps=kind,
@@ -59,6 +61,7 @@ def cache_rule(
         replicas=replicas,
         kind=state_kind,
         draft=draft or bool(keys.get("draft")),
+        borrowed=bool(keys.get("borrowed")),
     )
 
 

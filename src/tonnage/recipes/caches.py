@@ -51,7 +51,9 @@ def layer_caches(section: Section, numbers: Numbers) -> Iterator[LayerCache]:
             if rule.when is None or rule.when.evaluate_bool(names):
                 alike.setdefault(_kept(rule, names, section.name), []).append(layer)
         for kept, layers in alike.items():
-            yield LayerCache(kept=kept, layers=tuple(layers), source=section.name, draft=rule.draft)
+            yield LayerCache(
+                kept=kept, layers=tuple(layers), source=section.name, draft=rule.draft, borrowed=rule.borrowed
+            )
 
 
 def stated_kv_dtype(fields: Mapping[str, Any], hf_quant: Mapping[str, Any] | None) -> str:

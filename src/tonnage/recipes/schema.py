@@ -195,7 +195,7 @@ CACHE_KEYS: Mapping[CacheKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "compressed": (("key", "rope", "window"), ("ratio", "index")),
     "state": (("kind",), ("heads", "key", "value", "conv", "conv_units", "replicas", "kernel", "dtype")),
 }
-"""Keys of every kind of cache beside ``keeps``, ``layers``, ``when``, ``draft``: those it must have, those it may."""
+"""Keys of every kind of cache beside those of every cache: those it must have, those it may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +211,7 @@ class CacheRule:
         replicas: For every part of the convolution, whether several ranks may hold its units.
         kind: Which recurrence a state is of.
         draft: It belongs to layers that only a draft model runs.
+        borrowed: Its layers read what earlier ones keep.
     """
 
     keeps: CacheKind
@@ -221,6 +222,7 @@ class CacheRule:
     replicas: tuple[bool, ...] = ()
     kind: str = ""
     draft: bool = False
+    borrowed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
