@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+from msgspec import structs
 
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import Problem, one_line, raise_if_any
@@ -117,12 +118,12 @@ def read_planned(raw: bytes, where: str) -> SavedPlan:
 
 def with_draft(plan: SavedPlan) -> SavedPlan:
     """Return a plan as of ranks whose files hold the draft as well."""
-    ranks = (replace(rank, lines=tuple(_drafted(line) for line in rank.lines)) for rank in plan.ranks)
-    return replace(plan, ranks=tuple(ranks))
+    ranks = (structs.replace(rank, lines=tuple(_drafted(line) for line in rank.lines)) for rank in plan.ranks)
+    return structs.replace(plan, ranks=tuple(ranks))
 
 
 def _drafted(line: SavedLine) -> SavedLine:
-    return replace(line, component=_WEIGHTS + line.component) if line.component.startswith(_DRAFT) else line
+    return structs.replace(line, component=_WEIGHTS + line.component) if line.component.startswith(_DRAFT) else line
 
 
 def explain(plan: SavedPlan, measurement: Measurement, *, rank: int | None = None) -> Explanation:
