@@ -20,8 +20,8 @@ from blake3 import blake3
 from cryptography.hazmat.primitives import serialization
 from typer.testing import CliRunner
 
-from packages import call_scales
-from samples import certify, file_contents, prepare_small, write_key
+from packages import OPTIONS, RANK, call_scales, prepared_place
+from samples import certify, file_contents, prepare_small
 from tonnage import open_rank
 from tonnage.cli import app
 from tonnage.compare.comparison import compare_models, comparison_document
@@ -39,19 +39,13 @@ from tonnage.prepare.output_dir import locked
 from tonnage.saved_plan import SavedProfile
 
 Tonnage = Callable[..., subprocess.CompletedProcess[str]]
-OPTIONS = Options(today="2026-11-30")
-RANK = "weights/tp2/rank-0/model-00001-of-00001.safetensors"
 DOCUMENTS = {"plan.json", "provenance.json", "manifest.json"}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint ``small``, ``prepared`` from it, and keys; not to be changed."""
-    folder = tmp_path_factory.mktemp("export")
-    prepare_small(folder / "small", folder / "prepared")
-    for name in ("key", "other"):
-        write_key(folder, name)
-    return folder
+    return prepared_place(tmp_path_factory.mktemp("export"))
 
 
 @pytest.fixture(scope="module")
