@@ -17,7 +17,6 @@ MAKERS = {
     "calibrated": 0,
     "exact_line": 0,
     "exact_term": 0,
-    "held": 0,
     "replace": None,
 }
 """What makes a line, and the position of the name where it is no keyword."""

@@ -28,9 +28,7 @@ from unittest import mock
 
 from exl3_samples import rehearse
 from samples import LLAMA, prepare_small, write_key
-from tonnage.checkpoint.config import parse_config
 from tonnage.cli import main
-from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
 ROOT = Path(__file__).resolve().parent.parent
 LANGUAGES = frozenset({"bash", "console", "python", "sh", "shell"})
@@ -260,7 +258,7 @@ def _checkpoint(folder: Path) -> None:
 
 def write_llama(path: Path, **fields: object) -> None:
     """Write a small Llama with random weights and a tokenizer's file."""
-    write_rehearsal(parse_config({**LLAMA, **fields}, name="small"), path, RehearsalOptions(scaled_down=True))
+    rehearse(path, {**LLAMA, **fields})
     (path / "tokenizer.json").write_text("{}")
 
 

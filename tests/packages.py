@@ -16,14 +16,17 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from typer.testing import CliRunner
 
-from tonnage.checkpoint.config import parse_config
+from samples import prepare_small, rehearse, write_key
 from tonnage.cli import app
 from tonnage.export.manifest import Manifest, manifest_bytes, parse_manifest
+from tonnage.export.package import Options
 from tonnage.export.sign import Key, load_signer
 from tonnage.export.statement import Signed
 from tonnage.prepare.documents import MANIFEST, SIGNATURE
-from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
+OPTIONS = Options(today="2026-11-30")
+RANK = "weights/tp2/rank-0/model-00001-of-00001.safetensors"
+"""The file of the first rank of :func:`prepared_place`."""
 HASHES: dict[str, Callable[[bytes], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
 
 
@@ -33,10 +36,18 @@ def run(*words: object) -> None:
     assert result.exit_code == 0, result.output
 
 
+def prepared_place(folder: Path) -> Path:
+    """Write into a folder a checkpoint ``small``, what is ``prepared`` of it, and the keys ``key`` and ``other``."""
+    prepare_small(folder / "small", folder / "prepared")
+    for name in ("key", "other"):
+        write_key(folder, name)
+    return folder
+
+
 def make_package(directory: Path, private: Path, fields: dict[str, Any], *words: object, **how: Any) -> Path:
     """Rehearse a checkpoint of a config, prepare it into a new directory with these options, and sign it."""
     checkpoint = directory.with_name(f"{directory.name}-checkpoint")
-    write_rehearsal(parse_config(fields, name="small"), checkpoint, RehearsalOptions(**{"scaled_down": True, **how}))
+    rehearse(checkpoint, fields, **how)
     run("prepare", checkpoint, "-o", directory, "--workers", 1, *words)
     run("export", directory, "--key", private, "--date", "2026-01-31")
     return directory

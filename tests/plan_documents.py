@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,31 @@ def document_of(case: str) -> dict[str, Any]:
     """Return the document of a plan of :data:`REQUESTS`, one's own to change."""
     found: dict[str, Any] = json.loads(_written(case))
     return found
+
+
+def by_hand(ranks: Iterable[Iterable[dict[str, Any]]], **changes: Any) -> dict[str, Any]:
+    """Return a document of ranks with these lines, which are exact and have no bound of their own unless they say so."""
+    known = {"transient": False, "basis": "exact", "source": "by hand"}
+    whole = [[{"bound_nbytes": one["nbytes"], **known, **one} for one in lines] for lines in ranks]
+    return {
+        "schema": "tonnage.plan/1",
+        "checkpoint": {"name": "small", "digest": "a" * 64, "family": "llama"},
+        "engine": "vllm",
+        "estimator": "exact",
+        "topology": {"tp": len(whole), "ep": 1, "pp": 1, "dcp": 1},
+        "profile": {},
+        "supply_bytes": None,
+        "ranks": [{"rank": number, "lines": lines, **_sums(lines)} for number, lines in enumerate(whole)],
+        "binding_rank": 0,
+        "fits": None,
+        "cache": {},
+        "numerics": {"class": "neutral", "converted": []},
+    } | changes
+
+
+def _sums(lines: list[dict[str, Any]]) -> dict[str, int]:
+    weights = (one["nbytes"] for one in lines if one["component"].startswith(("weights.", "padding.", "engine.")))
+    return {"weights_bytes": sum(weights), "fixed_bytes": 0, "expected_bytes": 0, "cache_bytes": 0}
 
 
 def with_text(document: dict[str, Any], text: str) -> dict[str, Any]:

@@ -99,17 +99,31 @@ def caches_of(config: str | dict[str, Any]) -> tuple[LayerCache, ...]:
     return blueprint_of(read_config(Path(__file__).parent / "data" / "configs" / f"{config}.json")).caches
 
 
+def rehearse(path: Path, fields: dict[str, Any] = LLAMA, **options: Any) -> Path:
+    """Write a checkpoint of a config, small with random weights unless the options say otherwise."""
+    from tonnage.checkpoint.config import parse_config
+    from tonnage.synth.io import RehearsalOptions, write_rehearsal
+
+    write_rehearsal(parse_config(fields, name="small"), path, RehearsalOptions(**{"scaled_down": True, **options}))
+    return path
+
+
+def flip_last(path: Path) -> None:
+    """Change the last byte of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
 def prepare_small(source: Path, output: Path, **options: Any) -> Path:
     """Prepare a small Llama for two ranks, converted, or as the options say; write it first if it is not there."""
     from tonnage.api import PlanRequest, open_checkpoint, plan_checkpoint
-    from tonnage.checkpoint.config import parse_config
     from tonnage.prepare.request import PrepareOptions, prepare_placement
     from tonnage.prepare.run import run_preparation
     from tonnage.report.documents import plan_document
-    from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
     if not source.exists():
-        write_rehearsal(parse_config(LLAMA, name="small"), source, RehearsalOptions(scaled_down=True))
+        rehearse(source)
         (source / "tokenizer.json").write_text('{"a": 1}')
     request = PlanRequest(
         **{"tp": 2, "convert": "mxfp8"} | {key: options.pop(key) for key in ("tp", "convert") if key in options}
@@ -205,9 +219,7 @@ def served(place: Path, *words: str) -> Iterator[tuple[str, subprocess.Popen[str
 
 def write_shards(directory: Path, *, shards: int = 3, pretty: bool = True) -> Path:
     """Write a small Llama as several shard files with an index, its weights sparse; return the directory."""
-    from tonnage.synth.io import RehearsalOptions, write_rehearsal
-
-    write_rehearsal(parse_config(LLAMA, name="small"), directory, RehearsalOptions())
+    rehearse(directory, scaled_down=False)
     whole = directory / "model.safetensors"
     raw = whole.read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])

@@ -165,6 +165,20 @@ class Hub:
 
 
 @contextmanager
+def hub_here(directory: Path, monkeypatch: Any) -> Iterator[Hub]:
+    """Serve a directory as ``hf:org/name``: the client of the hub asks nobody else, and keeps what it got beside it."""
+    from huggingface_hub import constants
+
+    with hub(directory) as found:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
+        monkeypatch.setattr(constants, "ENDPOINT", found.api.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.api.url + "".join(template[1:]))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(directory.parent / "hub"))
+        monkeypatch.setenv("HF_ENDPOINT", found.api.url)
+        yield found
+
+
+@contextmanager
 def hub(directory: Path, *, repository: str = "org/name", large: int = 64 << 10, commit: str = COMMIT) -> Iterator[Hub]:
     """Serve a directory as a repository; files from ``large`` bytes on are stored elsewhere."""
 

@@ -17,7 +17,6 @@ from tonnage.assignment import Assigned, Assignment, assign_blueprint
 from tonnage.checkpoint.config import parse_config
 from tonnage.draft import Draft, PlacedDraft, draft_of, method_of, place_draft
 from tonnage.draft_terms import draft_terms
-from tonnage.draft_weights import assumed_draft_term
 from tonnage.engines import engine
 from tonnage.errors import ConfigError, PlacementError, TonnageError, UnknownFamilyError
 from tonnage.memory.cache import Attention, Latent, State
@@ -292,12 +291,6 @@ def test_exllamav3_holds_a_draft_on_its_first_gpu() -> None:
 def test_sglang_copies_the_up_projections_of_mtp_layers() -> None:
     placed = placed_draft(draft_of("mtp", 1, target=opened(DEEPSEEK)), opened(DEEPSEEK), tp=8, name="sglang")
     assert terms(placed)["draft.mla_absorbed"].nbytes == 2 * 4096 * 512
-
-
-def test_bytes_of_a_draft_alone_are_cut_evenly_and_assumed() -> None:
-    term = assumed_draft_term(5_373_504_512, 8)
-    assert (term.nbytes, term.basis) == (671_688_064, "assumed")
-    assert assumed_draft_term(9, 8).nbytes == 2
 
 
 @given(tp=st.sampled_from((1, 2, 4, 8)), name=st.sampled_from((K31_DRAFT, QWEN_DRAFT, LLAMA_HEAD)))

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from samples import LLAMA, file_contents
+from samples import file_contents, rehearse
 from tonnage.api import PlanRequest, open_checkpoint, plan_checkpoint
-from tonnage.checkpoint.config import parse_config
 from tonnage.prepare.documents import SUMMARY
 from tonnage.prepare.executor_ray import RayCluster
 from tonnage.prepare.executors import Event, Run
@@ -36,13 +35,12 @@ from tonnage.prepare.preparation import Preparation
 from tonnage.prepare.request import PrepareOptions, prepare_placement
 from tonnage.prepare.run import Standing, run_preparation
 from tonnage.prepare.worker import answer_task, run_task
-from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("executors") / "source"
-    write_rehearsal(parse_config(LLAMA, name="small"), path, RehearsalOptions(scaled_down=True))
+    rehearse(path)
     return path
 
 

@@ -17,19 +17,22 @@ from tonnage.formats.exl3_v1 import (
     SlotGeometry,
     aligned_row_bytes,
     layer_metadata,
-    layer_payload_bytes,
     layer_tensors,
-    pair_row_bytes,
     rank_layer_bytes,
     uniform_row_bytes,
 )
 from tonnage.formats.exl3_v1_names import BTX
-from tonnage.formats.exl3_v1_partition import fork_extents, fork_partition, partition_extents, rank_bytes
+from tonnage.formats.exl3_v1_partition import fork_extents, partition_extents
 
 HOSTILE = Path(__file__).parent / "hostile" / "manifests"
 
 
 # Sizes
+
+
+def payload_bytes(geometry: SlotGeometry, *, row_stride_bytes: int | None = None) -> int:
+    """Return the payload of one layer file."""
+    return sum(tensor.nbytes for tensor in layer_tensors(geometry, row_stride_bytes=row_stride_bytes))
 
 
 def test_kimi_k3_layer() -> None:
@@ -44,18 +47,18 @@ def test_kimi_k3_layer() -> None:
     assert sum(tensor.nbytes for tensor in vectors) == 21_504
     assert tensors["sign_pattern"] == LayerTensor(name="sign_pattern", dtype="U8", shape=(896,))
     assert len(tensors) == 6
-    assert layer_payload_bytes(KIMI_K3) == 7_415_289_728
-    assert layer_payload_bytes(KIMI_K3) * 92 == 682_206_654_976
+    assert payload_bytes(KIMI_K3) == 7_415_289_728
+    assert payload_bytes(KIMI_K3) * 92 == 682_206_654_976
 
 
 def test_kimi_k3_alignment_up_to_half_a_mebibyte_adds_nothing() -> None:
-    assert layer_payload_bytes(replace(KIMI_K3, row_alignment=524_288)) == 7_415_289_728
+    assert payload_bytes(replace(KIMI_K3, row_alignment=524_288)) == 7_415_289_728
     assert aligned_row_bytes(replace(KIMI_K3, row_alignment=1 << 20), 77_070_336) == 77_594_624
 
 
 def test_kimi_k3_vectors_per_expert_cost_a_known_sum() -> None:
     per_expert = replace(KIMI_K3, per_expert_input_rotations=True)
-    assert layer_payload_bytes(per_expert) - layer_payload_bytes(KIMI_K3) == 19_246_080
+    assert payload_bytes(per_expert) - payload_bytes(KIMI_K3) == 19_246_080
     assert {tensor.name: tensor.shape for tensor in layer_tensors(per_expert)}["up_suh"] == (896, 3584)
 
 
@@ -90,32 +93,25 @@ def test_metadata_repeats_the_manifest_as_texts() -> None:
 
 def test_rates_per_expert_and_pair_are_sized_from_their_tables() -> None:
     # H 256: 16 tiles; a section of P33 or P24 is 16 * 32 * 6 = 3072 bytes, of P43 3584.
-    used = pair_row_bytes(PAIRS, ["P33", "P24", "P43"], ["P43", "P33", "P24"])
-    assert used == 2 * (3072 + 3072 + 3584) + 3584 + 3072 + 3072 == 29_184
+    used = 2 * (3072 + 3072 + 3584) + 3584 + 3072 + 3072
     assert aligned_row_bytes(PAIRS, used) == 32_768
     tensors = {tensor.name: tensor.shape for tensor in layer_tensors(PAIRS, row_stride_bytes=32_768)}
     assert tensors["codes"] == (16, 32_768)
     assert tensors["rates_fc1"] == tensors["rates_fc2"] == (2, 3)
     payload = 16 * 32_768 + 192 * 16 * 3 + 6 * 256 + 2 * 2 * 3
-    assert layer_payload_bytes(PAIRS, row_stride_bytes=32_768) == payload == 535_052
+    assert payload_bytes(PAIRS, row_stride_bytes=32_768) == payload == 535_052
     assert rank_layer_bytes(PAIRS, 8, row_stride_bytes=32_768) == 8 * (32_768 + 576) + 6 + 1536
     assert rank_layer_bytes(PAIRS, 16, row_stride_bytes=32_768) == payload
 
 
 def test_row_sizes_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="row size of rates per expert and pair is not in the manifest"):
-        layer_payload_bytes(PAIRS)
+        payload_bytes(PAIRS)
     for stride in (32_767, 24_576):  # not aligned; below the least the declared kinds need, 27,648
         with pytest.raises(ConfigError, match="impossible row stride; expected a multiple of 4096, at least 27648"):
-            layer_payload_bytes(PAIRS, row_stride_bytes=stride)
+            payload_bytes(PAIRS, row_stride_bytes=stride)
     with pytest.raises(ConfigError, match="at least 77070336"):
-        layer_payload_bytes(KIMI_K3, row_stride_bytes=4096)
-    with pytest.raises(ConfigError) as caught:
-        pair_row_bytes(PAIRS, ["P33", "P44"], ["P33"] * 3)
-    assert [str(problem) for problem in caught.value.problems] == [
-        "rates_fc1: not one rate per expert; expected 3; found 2",
-        "rates: kind is not declared; found P44",
-    ]
+        payload_bytes(KIMI_K3, row_stride_bytes=4096)
 
 
 @pytest.mark.parametrize(
@@ -159,12 +155,12 @@ FORK_TABLE = {  # TP: slots per layer, slots of all layers, bytes of all layers;
 @pytest.mark.parametrize("tp_size", FORK_TABLE)
 def test_kimi_k3_under_the_fork(tp_size: int) -> None:
     per_layer, in_all, nbytes = FORK_TABLE[tp_size]
-    partition = fork_partition(KIMI_K3, tp_size)
+    partition = [fork_extents(KIMI_K3, tp_size, position) for position in range(len(KIMI_K3.moe_layer_indices))]
     counts = [[len(extent) for extent in extents] for extents in partition]
     assert (min(map(min, counts)), max(map(max, counts))) == per_layer
     totals = [sum(layer) for layer in zip(*counts, strict=True)]
     assert (min(totals), max(totals)) == in_all
-    found = rank_bytes(KIMI_K3, partition)
+    found = [sum(rank_layer_bytes(KIMI_K3, len(held)) for held in rank) for rank in zip(*partition, strict=True)]
     assert (min(found), max(found)) == nbytes
     assert sum(found) == 682_206_654_976 + 92 * (tp_size - 1) * 22_400
 

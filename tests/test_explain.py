@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plan_documents import by_hand
 from samples import LLAMA
 from tonnage.api import PlanRequest, checkpoint_from_config, plan_checkpoint
-from tonnage.explain import Explanation, explain, explain_document, read_planned_weights
+from tonnage.explain import Explanation, explain, explain_document, read_planned, with_draft
 from tonnage.measure.record import Measurement, MeasurementError, read_measurement
 from tonnage.recipes.schema import ROLES
 from tonnage.report.documents import plan_document
@@ -31,21 +32,13 @@ DIGEST, OTHER = "a" * 64, "b" * 64
 
 def plan_of(*ranks: Lines, **changes: Any) -> dict[str, Any]:
     """A plan with these lines; two numbers are a value and its bound."""
-    return {
-        "schema": "tonnage.plan/1",
-        "checkpoint": {"name": "small", "digest": DIGEST, "family": "llama"},
-        "engine": "split",
-        "estimator": "exact",
-        "topology": {"tp": len(ranks), "ep": 1, "pp": 1, "dcp": 1},
-        "ranks": [{"rank": number, "lines": list(map(line, rank.items()))} for number, rank in enumerate(ranks)],
-        "numerics": {"class": "neutral", "converted": []},
-    } | changes
+    return by_hand((map(line, rank.items()) for rank in ranks), **{"engine": "split", **changes})
 
 
 def line(item: tuple[str, int | tuple[int, int]]) -> dict[str, Any]:
     component, size = item
     nbytes, bound = size if isinstance(size, tuple) else (size, size)
-    return {"component": component, "nbytes": nbytes, "bound_nbytes": bound, "basis": "exact", "source": "by hand"}
+    return {"component": component, "nbytes": nbytes, "bound_nbytes": bound}
 
 
 def record_of(*ranks: dict[str, int] | int, **changes: Any) -> dict[str, Any]:
@@ -67,7 +60,7 @@ def record_of(*ranks: dict[str, int] | int, **changes: Any) -> dict[str, Any]:
 
 
 def explained(plan: dict[str, Any], record: dict[str, Any], rank: int | None = None) -> Explanation:
-    return explain(read_planned_weights(json.dumps(plan).encode(), "plan.json"), measurement_of(record), rank=rank)
+    return explain(read_planned(json.dumps(plan).encode(), "plan.json"), measurement_of(record), rank=rank)
 
 
 def measurement_of(record: dict[str, Any]) -> Measurement:
@@ -198,12 +191,12 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], int | None, str]] = {
     "other ranks": (PLAN, {"ranks": [{"payload_bytes": 1}]}, None, "record.json: other ranks than planned; expected 2 ranks (tp2 ep1 pp1); found 1"),
     "rank beyond": (PLAN, {"measured": {"largest_rank_bytes": 1, "smallest_rank_bytes": 1, "largest_rank": 5}}, None, "other ranks than planned"),
     "rank not measured": (PLAN, record_of(1, 1), 2, "record.json: rank 2 was not measured; expected 0, 1; found --rank 2"),
-    "not a plan": ({"schema": "tonnage.plan/1"}, record_of(1), None, "plan.json: not a plan; expected the output of `tonnage plan --json`"),
+    "not a plan": ({"schema": "tonnage.plan/1"}, record_of(1), None, "plan.json: not a plan; expected what `tonnage plan --json` prints"),
     "other document": (plan_of({}, schema="tonnage.prepare/1"), record_of(1), None, "plan.json: not a plan"),
     "fraction": (plan_of({"weights.mlp": 1.5}), record_of(1), None, "Expected `int`, got `float`"),  # type: ignore[dict-item]
     "negative": (plan_of({"weights.mlp": -1}), record_of(1), None, "Expected `int` >= 0"),
     "bound below": (plan_of({"weights.mlp": (2, 1)}), record_of(1), None, "plan.json: rank 0: weights.mlp above its bound; expected 1"),
-    "ranks of no topology": (plan_of({}, topology={"tp": 3}), record_of(1, 1, 1), None, "plan.json: ranks of a plan; expected 0..2 (tp3 ep1 pp1); found 1"),
+    "ranks of no topology": (plan_of({}, topology={"tp": 3, "ep": 1, "pp": 1, "dcp": 1}), record_of(1, 1, 1), None, "plan.json: ranks of a plan; expected 0..2 (tp3 ep1 pp1); found 1"),
 }  # fmt: skip
 
 
@@ -292,11 +285,11 @@ def test_measured_ranks_that_hold_the_draft_are_held_against_weights_and_draft()
     checkpoint = checkpoint_from_config(LLAMA, name="small", digest=DIGEST)
     request = PlanRequest(tp=2, draft_bytes=1000)
     document = plan_document(checkpoint, request, plan_checkpoint(checkpoint, request), ())
-    plan = read_planned_weights(json.dumps(document).encode(), "plan.json")
-    weights = plan.ranks[0].bound_bytes
+    plan = read_planned(json.dumps(document).encode(), "plan.json")
+    weights = plan.ranks[0].role_bytes
     report = {"tp_size": 2, "largest_rank_bytes": weights + 500, "smallest_rank_bytes": weights}
     measured = read_measurement(json.dumps(report).encode(), "measured.json")
     assert [one.rank for one in explain(plan, measured).below]
-    drafted = explain(plan.with_draft(), measured)
+    drafted = explain(with_draft(plan), measured)
     assert drafted.below == ()
     assert drafted.total.difference_bytes == 0

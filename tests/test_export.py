@@ -20,8 +20,8 @@ from blake3 import blake3
 from cryptography.hazmat.primitives import serialization
 from typer.testing import CliRunner
 
-from packages import call_scales
-from samples import certify, file_contents, prepare_small, write_key
+from packages import OPTIONS, RANK, call_scales, prepared_place
+from samples import certify, file_contents, prepare_small
 from tonnage import open_rank
 from tonnage.cli import app
 from tonnage.compare.comparison import compare_models, comparison_document
@@ -32,26 +32,20 @@ from tonnage.export.io import export_package, read_added
 from tonnage.export.keys import load_private_key
 from tonnage.export.manifest import parse_manifest
 from tonnage.export.package import Options
-from tonnage.export.planned import PlannedProfile
 from tonnage.export.sign import Key, Signer, load_signer
 from tonnage.export.signature import PublicKey, read_signature
 from tonnage.export.verify import verify_package
 from tonnage.prepare.output_dir import locked
+from tonnage.saved_plan import SavedProfile
 
 Tonnage = Callable[..., subprocess.CompletedProcess[str]]
-OPTIONS = Options(today="2026-11-30")
-RANK = "weights/tp2/rank-0/model-00001-of-00001.safetensors"
 DOCUMENTS = {"plan.json", "provenance.json", "manifest.json"}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint ``small``, ``prepared`` from it, and keys; not to be changed."""
-    folder = tmp_path_factory.mktemp("export")
-    prepare_small(folder / "small", folder / "prepared")
-    for name in ("key", "other"):
-        write_key(folder, name)
-    return folder
+    return prepared_place(tmp_path_factory.mktemp("export"))
 
 
 @pytest.fixture(scope="module")
@@ -504,7 +498,7 @@ def test_a_finished_package_is_signed_with_another_key(place: Path, prepared: Pa
     assert after == before
 
 
-PROFILE = PlannedProfile(name="c4-p4096", concurrency=4, prefill_chunk_tokens=4096, draft_name="draft", draft_tokens=3)
+PROFILE = SavedProfile(name="c4-p4096", concurrency=4, prefill_chunk_tokens=4096, draft_name="draft", draft_tokens=3)
 
 
 def test_a_finished_package_is_not_made_another(prepared: Path, signer: Signer) -> None:
@@ -519,8 +513,8 @@ def test_a_finished_package_is_not_made_another(prepared: Path, signer: Signer) 
         ),
         (Options(today="2026-11-30", name="mine"), "its name cannot change; prepare again, into another directory"),
         (Options(today="2026-11-30", name="mine"), "expected mine; found llama-tp2-c4-p4096-draft-k3-20261130"),
-        (Options(today="2026-11-30", profile=PlannedProfile(concurrency=8)), "expected llama-tp2-c8"),
-        (Options(today="2026-11-30", profile=PlannedProfile(context_tokens=9)), "plan.json: already packaged"),
+        (Options(today="2026-11-30", profile=SavedProfile(concurrency=8)), "expected llama-tp2-c8"),
+        (Options(today="2026-11-30", profile=SavedProfile(context_tokens=9)), "plan.json: already packaged"),
         (Options(today="2026-11-30", hash="sha256"), "the hash of its digests cannot change"),
         (Options(today="2026-11-30", hash="sha256"), "expected sha256; found blake3"),
         (Options(today="2026-11-30", added={"README.md": b"# Card"}), "README.md: already packaged: its files"),

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from packages import make_package
-from samples import LLAMA, file_contents, write_key
-from servers import Seen, hub, web
+from samples import LLAMA, file_contents, flip_last, write_key
+from servers import Seen, hub_here, web
 from tonnage.cli import VERIFICATION_FAILED, app
 from tonnage.errors import TonnageError
 from tonnage.export.fetch import Fetched, fetch_package
@@ -61,19 +60,9 @@ def fetch(url: str, out: Path, keys: tuple[Path, Path], *ranks: int) -> Fetched:
     return fetch_package(RemotePackage(open_source(url)), out, PublicKey(path=keys[1]), request)
 
 
-def flip(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-
-
 @contextmanager
 def hub_address(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with hub(directory) as found:
-        monkeypatch.setattr(constants, "ENDPOINT", found.api.url)
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.api.url + "".join(template[1:]))
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(directory.parent / "hub"))
+    with hub_here(directory, monkeypatch):
         yield "hf:org/name"
 
 
@@ -122,7 +111,7 @@ def test_one_bit_is_found_where_it_is_and_nothing_of_that_file_is_kept(
     package: Path, original: Path, tmp_path: Path, keys: tuple[Path, Path]
 ) -> None:
     here = tmp_path / "here"
-    flip(package / WEIGHTS.format(1))
+    flip_last(package / WEIGHTS.format(1))
     with web(package) as server:
         found = verify_package(RemotePackage(open_source(server.url)), PublicKey(path=keys[1]))
         assert [(one.where, "rank 1" in one.what) for one in found.problems] == [(WEIGHTS.format(1), True)]
@@ -130,7 +119,7 @@ def test_one_bit_is_found_where_it_is_and_nothing_of_that_file_is_kept(
             fetch(server.url, here, keys)
         got = file_contents(here)
         assert got.keys() == file_contents(original).keys() - {WEIGHTS.format(1), "manifest.json", "model.sig"}
-        flip(package / WEIGHTS.format(1))
+        flip_last(package / WEIGHTS.format(1))
         before = sum(one.nbytes for one in server.of(WEIGHTS.format(0)) if one.range != (0, 8))
         fetch(server.url, here, keys)
         assert sum(one.nbytes for one in server.of(WEIGHTS.format(0)) if one.range != (0, 8)) == before
@@ -138,7 +127,7 @@ def test_one_bit_is_found_where_it_is_and_nothing_of_that_file_is_kept(
 
 
 LIES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "manifest": (lambda path: flip(path / "manifest.json"), "not the file that was signed"),
+    "manifest": (lambda path: flip_last(path / "manifest.json"), "not the file that was signed"),
     "no signature": (lambda path: (path / "model.sig").unlink(), "cannot be read"),
     "signature": (lambda path: (path / "model.sig").write_bytes(b"{}"), "not a signature of a model"),
     "a file is missing": (lambda path: (path / "plan.json").unlink(), "cannot be read"),
@@ -256,6 +245,6 @@ def test_the_commands_say_what_they_did(original: Path, tmp_path: Path, keys: tu
         assert "each hashed on its way" in text
         verified = CliRunner().invoke(app, ["verify", server.url, "--key", str(keys[1]), "--json"])
         assert json.loads(verified.stdout)["verified"] is True
-    flip(tmp_path / "here" / WEIGHTS.format(0))
+    flip_last(tmp_path / "here" / WEIGHTS.format(0))
     assert subprocess.run([*COMMAND, "verify", str(tmp_path / "here"), "--key", str(keys[1]), "--rank", "0"],
                           capture_output=True, check=False).returncode == VERIFICATION_FAILED  # fmt: skip

@@ -13,27 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from packages import sign_anew
-from samples import file_contents, prepare_small, write_key
+from packages import OPTIONS, RANK, prepared_place, sign_anew
+from samples import file_contents, flip_last
 from tonnage.errors import TonnageError
 from tonnage.export.io import export_package
 from tonnage.export.manifest import Manifest, manifest_bytes, parse_manifest
-from tonnage.export.package import Options
 from tonnage.export.sign import Key, Signer, load_signer
 from tonnage.export.signature import PublicKey
 from tonnage.export.verify import verify_package
-
-OPTIONS = Options(today="2026-11-30")
-RANK = "weights/tp2/rank-0/model-00001-of-00001.safetensors"
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ``prepared`` checkpoint, a ``package`` made of it with ``key``, and another key; not to be changed."""
-    folder = tmp_path_factory.mktemp("finished")
-    prepare_small(folder / "small", folder / "prepared")
-    for name in ("key", "other"):
-        write_key(folder, name)
+    folder = prepared_place(tmp_path_factory.mktemp("finished"))
     shutil.copytree(folder / "prepared", folder / "package")
     export_package(folder / "package", load_signer(Key(path=folder / "key.pem")), OPTIONS)
     return folder
@@ -57,13 +50,6 @@ def refused(directory: Path, signer: Signer, into: Path | None = None) -> str:
         export_package(directory, signer, OPTIONS, into=into)
     assert file_contents(directory.parent) == before
     return str(caught.value)
-
-
-def flip(path: Path) -> None:
-    """Change the last byte of a file."""
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
 
 
 def relist(directory: Path, change: Callable[[Manifest], Manifest]) -> None:
@@ -131,7 +117,7 @@ def test_without_a_signature_every_file_is_read_before_it_is_signed(place: Path,
 
 def test_without_a_signature_a_file_of_other_bytes_is_not_signed(package: Path, other: Signer) -> None:
     (package / "model.sig").unlink()
-    flip(package / RANK)
+    flip_last(package / RANK)
     assert f"{RANK}: not as it was written" in refused(package, other)
 
 

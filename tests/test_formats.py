@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import pytest
@@ -17,9 +17,7 @@ from tonnage.formats.storage import (
     Dim,
     Part,
     StorageFormat,
-    joint_grain,
     plain,
-    stored_bytes,
     stored_shape,
 )
 
@@ -60,9 +58,17 @@ CASES: dict[str, tuple[StorageFormat, int, int, list[int]]] = {
 }  # fmt: skip
 
 
+def stored_bytes(fmt: StorageFormat, out: int, in_: int, where: str = "weight") -> int:
+    out, in_ = (-(-size // fmt.pads_to) * fmt.pads_to for size in (out, in_))
+    return sum(
+        payload_bytes("BF16" if part.dtype == MODEL_DTYPE else part.dtype, stored_shape(part, out, in_, where=where))
+        for part in fmt.parts
+    )
+
+
 @pytest.mark.parametrize(("fmt", "out", "in_", "parts"), CASES.values(), ids=CASES)
 def test_stored_bytes(fmt: StorageFormat, out: int, in_: int, parts: list[int]) -> None:
-    assert stored_bytes(fmt, out, in_, model_dtype="BF16") == sum(parts)
+    assert stored_bytes(fmt, out, in_) == sum(parts)
     padded = [-(-size // fmt.pads_to) * fmt.pads_to for size in (out, in_)]
     each = [
         payload_bytes("BF16" if part.dtype == MODEL_DTYPE else part.dtype, stored_shape(part, *padded, where="weight"))
@@ -95,8 +101,8 @@ def test_gptq_and_awq_store_inputs_first() -> None:
 
 def test_bits_per_element_of_the_microscaling_formats() -> None:
     elements = 1024 * 1024
-    assert stored_bytes(q.mxfp8(), 1024, 1024, model_dtype="BF16") * 8 * 100 == elements * 825  # 8.25 bits
-    assert stored_bytes(q.mxfp4(), 1024, 1024, model_dtype="BF16") * 8 * 100 == elements * 425  # 4.25 bits
+    assert stored_bytes(q.mxfp8(), 1024, 1024) * 8 * 100 == elements * 825  # 8.25 bits
+    assert stored_bytes(q.mxfp4(), 1024, 1024) * 8 * 100 == elements * 425  # 4.25 bits
 
 
 # Rate -> third axis of the trellis (exllamav3: 16 x bits, and 24, 40, 56 for the half rates) and bytes of 256 x 384.
@@ -110,7 +116,7 @@ RATES = {
 def test_exl3_rates(twice: int, words: int, trellis: int) -> None:
     fmt = q.exl3(twice, codebook="mul1")
     assert stored_shape(fmt.parts[0], 384, 256, where="") == (16, 24, words)
-    assert stored_bytes(fmt, 384, 256, model_dtype="BF16") == trellis + 2 * 256 + 2 * 384 + 4
+    assert stored_bytes(fmt, 384, 256) == trellis + 2 * 256 + 2 * 384 + 4
     assert fmt.name == f"exl3_{twice // 2}{'.5' if twice % 2 else ''}bit"
 
 
@@ -127,7 +133,7 @@ PUBLISHED = {
 @pytest.mark.parametrize(("in_", "out", "twice", "parts", "total"), PUBLISHED.values(), ids=PUBLISHED)
 def test_published_exl3_tensors(in_: int, out: int, twice: int, parts: list[int], total: int) -> None:
     assert sum(parts) == total
-    assert stored_bytes(q.exl3(twice, codebook="mul1"), out, in_, model_dtype="BF16") == total
+    assert stored_bytes(q.exl3(twice, codebook="mul1"), out, in_) == total
 
 
 NO_RATES = {(t, c) for t in (0, 1, 9, 11, 13, 15, 17, 18, -2) for c in ("3inst", "mcg", "mul1")}
@@ -178,7 +184,7 @@ UNEVEN = {
 @pytest.mark.parametrize(("fmt", "out", "in_", "text"), UNEVEN.values(), ids=UNEVEN)
 def test_extent_that_is_not_whole_is_refused(fmt: StorageFormat, out: int, in_: int, text: str) -> None:
     with pytest.raises(UnknownFormatError) as caught:
-        stored_bytes(fmt, out, in_, model_dtype="BF16", where="layers.0.up")
+        stored_bytes(fmt, out, in_, where="layers.0.up")
     assert str(caught.value).startswith("layers.0.up: ")
     assert text in str(caught.value)
 
@@ -216,32 +222,26 @@ def test_part_of_a_byte_and_unknown_dtype_are_refused() -> None:
         payload_bytes("bfloat16", (3,))
 
 
-def test_joint_grain_suits_all() -> None:
-    assert joint_grain() == 1
-    assert joint_grain(32, 128, 16) == 128
-    assert joint_grain(48, 32) == 96
-
-
 ALL = [fmt for fmt, *_ in CASES.values()] + [q.exl3(rate, codebook="mul1") for rate in RATES]
 
 
 @given(st.sampled_from(ALL), st.integers(1, 12), st.integers(1, 12))
 def test_stored_bytes_is_the_sum_over_the_parts(fmt: StorageFormat, out: int, in_: int) -> None:
-    out, in_ = out * joint_grain(fmt.out_grain, 8), in_ * joint_grain(fmt.in_grain, 8)
+    out, in_ = out * lcm(fmt.out_grain, 8), in_ * lcm(fmt.in_grain, 8)
     by_hand = 0
     for part in fmt.parts:
         extents = {"out": out, "in": in_}
         sizes = [dim.per if dim.axis == "none" else -(-extents[dim.axis] // dim.per) for dim in part.dims]
         by_hand += prod(sizes) * DTYPE_BITS["BF16" if part.dtype == MODEL_DTYPE else part.dtype] // 8
-    assert stored_bytes(fmt, out, in_, model_dtype="BF16") == by_hand
+    assert stored_bytes(fmt, out, in_) == by_hand
 
 
 @given(st.sampled_from(ALL), st.sampled_from(["out", "in"]), st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_slicing_on_grains_conserves_bytes(fmt: StorageFormat, axis: Any, shares: list[int]) -> None:
     """What carries the axis is cut without loss; what does not is whole in every slice."""
     grain = fmt.out_grain if axis == "out" else fmt.in_grain
-    other = joint_grain(fmt.out_grain, fmt.in_grain, 8)
-    grain = joint_grain(grain, fmt.pads_to)
+    other = lcm(fmt.out_grain, fmt.in_grain, 8)
+    grain = lcm(grain, fmt.pads_to)
 
     def parts(extent: int) -> list[int]:
         out, in_ = (extent, other) if axis == "out" else (other, extent)
@@ -254,4 +254,4 @@ def test_slicing_on_grains_conserves_bytes(fmt: StorageFormat, axis: Any, shares
     slices = [parts(share * grain) for share in shares]
     for number, part in enumerate(fmt.parts):
         cut = [piece[number] for piece in slices]
-        assert sum(cut) == whole[number] if part.carries(axis) else set(cut) == {whole[number]}
+        assert sum(cut) == whole[number] if any(dim.axis == axis for dim in part.dims) else set(cut) == {whole[number]}

@@ -18,9 +18,8 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samples import LLAMA, prepare_small, write_key
+from samples import LLAMA, prepare_small, rehearse, write_key
 from tonnage.api import read_config
-from tonnage.checkpoint.config import parse_config
 from tonnage.checkpoint.skeletons import HeaderReader, ShardHeader
 from tonnage.cli.explain import explain
 from tonnage.cli.measure import measure
@@ -52,7 +51,7 @@ ROLE_OF_PART = {
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint ``small``, prepared as ``plain`` and ``mxfp8`` for two ranks; not to be changed."""
     path = tmp_path_factory.mktemp("home")
-    write_rehearsal(parse_config(SMALL, name="small"), path / "small", RehearsalOptions(scaled_down=True, sharded=True))
+    rehearse(path / "small", SMALL, sharded=True)
     prepare_small(path / "small", path / "plain", convert="none")
     prepare_small(path / "small", path / "mxfp8")
     return path

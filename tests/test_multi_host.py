@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from packages import run, sign_anew
-from samples import LLAMA, file_contents, write_key
+from samples import LLAMA, file_contents, rehearse, write_key
 from tonnage.calibrate import Fitting, calibrate
-from tonnage.checkpoint.config import parse_config
 from tonnage.credit import CreditInputs
 from tonnage.errors import CreditError
 from tonnage.export.joining import join_parts
@@ -29,7 +28,6 @@ from tonnage.measure.io import measure_packages, read_measurement_file
 from tonnage.measure.packages import measurement_document
 from tonnage.measure.record import MeasurementError, read_measurement
 from tonnage.prepare.documents import MANIFEST, PLAN, PROVENANCE, SIGNATURE
-from tonnage.synth.io import RehearsalOptions, write_rehearsal
 from tonnage.topology import Topology
 from tonnage.vllm_plugin.opening import LoadError, open_rank_files
 
@@ -45,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hosts")
     write_key(folder, "hosts")
     write_key(folder, "release")
-    write_rehearsal(parse_config(SMALL, name="small"), folder / "source", RehearsalOptions(scaled_down=True))
+    rehearse(folder / "source", SMALL)
     for kind, words in {"plain": (), "mxfp8": ("--convert", "mxfp8")}.items():
         for host, ranks in {**{one: ("--ranks", f"{r[0]}-{r[-1]}") for one, r in HOSTS.items()}, "whole": ()}.items():
             package = folder / kind / host

@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from plan_documents import by_hand
 from tonnage.cli import app
 from tonnage.errors import ObservationError, UnknownGpuError
-from tonnage.observe.compare import PlannedLine, group_of
+from tonnage.observe.compare import group_of
 from tonnage.observe.figures import Quantity, Reading, total, worst_of
-from tonnage.observe.io import observe_blocks, read_log, read_plan, whole_lines
+from tonnage.observe.io import observe_blocks, read_log, read_plan_file, whole_lines
 from tonnage.observe.lines import quantity
 from tonnage.observe.ranks import rank_of
 from tonnage.observe.reader import MOST_RANKS, MOST_READINGS
 from tonnage.observe.record import row
 from tonnage.observe.scan import LONGEST_LINE, lines_with
+from tonnage.saved_plan import SavedLine
 from tonnage.units import GIB, MIB
 
 LOGS = Path(__file__).parent / "data" / "logs"
@@ -590,36 +592,25 @@ GROUPS = {
 }  # fmt: skip
 
 
+def line_of(component, *, transient=False):
+    return SavedLine(component=component, nbytes=1, bound_nbytes=1, transient=transient, basis="exact", source="x")
+
+
 @pytest.mark.parametrize(("component", "group"), GROUPS.items())
 def test_planned_lines_are_grouped_by_their_names(component, group):
-    assert group_of(PlannedLine(component=component, nbytes=1, bound_nbytes=1, transient=False)) == group
+    assert group_of(line_of(component)) == group
 
 
 def test_a_transient_of_no_other_group_is_activation():
-    assert group_of(PlannedLine(component="workspace.moe", nbytes=1, bound_nbytes=1, transient=True)) == "activation"
-    assert group_of(PlannedLine(component="load.repack", nbytes=1, bound_nbytes=1, transient=True)) == "load"
+    assert group_of(line_of("workspace.moe", transient=True)) == "activation"
+    assert group_of(line_of("load.repack", transient=True)) == "load"
 
 
 def plan_file(tmp_path, lines, *, tp=1, pp=1, **more: object):
-    ranks = [
-        {
-            "rank": rank,
-            "lines": [
-                {"component": c, "nbytes": n, "bound_nbytes": b, "transient": t, "basis": "exact", "source": "x"}
-                for c, n, b, t in lines
-            ],
-        }
-        for rank in range(tp * pp)
-    ]
-    document = {
-        "schema": "tonnage.plan/1",
-        "engine": "vllm",
-        "topology": {"tp": tp, "ep": 1, "pp": pp, "dcp": 1},
-        "ranks": ranks,
-        **more,
-    }
+    names = ("component", "nbytes", "bound_nbytes", "transient")
+    ranks = [[dict(zip(names, one, strict=True)) for one in lines]] * (tp * pp)
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(by_hand(ranks, **{"topology": {"tp": tp, "ep": 1, "pp": pp, "dcp": 1}, **more})))
     return path
 
 
@@ -702,8 +693,8 @@ UNUSABLE = {
     "a directory": (["."], "not a regular file"),
     "no engine": (["pyproject.toml"], "no line of a known engine"),
     "plan of another size": ([LOGS / "vllm_0_27_tp1.log", "--plan", "TP2"], "the log is of another tp than the plan; expected 2; found 1"),
-    "no plan": ([LOGS / "vllm_0_27_tp1.log", "--plan", "NOPLAN"], "not a plan; expected tonnage.plan/1; found tonnage.gpus/1"),
-    "plan of nonsense": ([LOGS / "vllm_0_27_tp1.log", "--plan", "BROKEN"], "not a plan; found Expected `int`, got `str` - at `$.topology.tp`"),
+    "no plan": ([LOGS / "vllm_0_27_tp1.log", "--plan", "NOPLAN"], "not a plan; expected schema 'tonnage.plan/1'; found 'tonnage.gpus/1'"),
+    "plan of nonsense": ([LOGS / "vllm_0_27_tp1.log", "--plan", "BROKEN"], "not a plan; expected what `tonnage plan --json` prints; found Expected `int`, got `str` - at `$.topology.tp`"),
     "GPU": ([LOGS / "vllm_0_27_tp1.log", "--gpu", "abacus"], "abacus"),
 }  # fmt: skip
 
@@ -713,7 +704,7 @@ def test_unusable_input_exits_with_two(tmp_path, words, message):
     made = {"TP2": plan_file(tmp_path, WIDE, tp=2)}
     for name, document in (
         ("NOPLAN", {"schema": "tonnage.gpus/1"}),
-        ("BROKEN", {"schema": "tonnage.plan/1", "topology": {"tp": "x"}, "ranks": []}),
+        ("BROKEN", by_hand([[]], topology={"tp": "x"})),
     ):
         made[name] = tmp_path / f"{name}.json"
         made[name].write_text(json.dumps(document))
@@ -727,7 +718,7 @@ def test_a_plan_of_this_command_is_understood(tonnage, tmp_path, configs):
     planned = tonnage("plan", min(configs.glob("*.json")), "--json")
     path.write_text(planned.stdout)
     document = json.loads(planned.stdout)
-    assert [len(one.lines) for one in read_plan(path).ranks] == [len(one["lines"]) for one in document["ranks"]]
+    assert [len(one.lines) for one in read_plan_file(path).ranks] == [len(one["lines"]) for one in document["ranks"]]
 
 
 # --- records and output ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import pytest
 import safetensors
 from blake3 import blake3
 
-from samples import LLAMA
+from samples import LLAMA, rehearse
 from tonnage.checkpoint.config import parse_config
 from tonnage.cli.progress import progress_line
 from tonnage.prepare.run import Standing
@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {**LLAMA, "vocab_size": 301}
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint of several shard files; not to be changed."""
     path = tmp_path_factory.mktemp("source") / "small"
-    write_rehearsal(parse_config(SMALL, name="small"), path, RehearsalOptions(scaled_down=True, sharded=True))
+    rehearse(path, SMALL, sharded=True)
     (path / "tokenizer.json").write_text('{"a": 1}')
     return path
 

@@ -20,9 +20,7 @@ from typing import Any
 
 import pytest
 
-from samples import LLAMA
-from tonnage.checkpoint.config import parse_config
-from tonnage.synth.io import RehearsalOptions, write_rehearsal
+from samples import LLAMA, rehearse
 
 KILLS = 30
 LANES = 2
@@ -111,7 +109,7 @@ def contents(output: Path) -> dict[str, bytes]:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint with random weights."""
     path = tmp_path_factory.mktemp("kills") / "source"
-    write_rehearsal(parse_config(SMALL, name="small"), path, RehearsalOptions(scaled_down=True))
+    rehearse(path, SMALL)
     return path
 
 

@@ -17,17 +17,15 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from samples import LLAMA, file_contents, prepare_small
-from servers import COMMIT, Hub, Seen, Server, hub, reply, web
+from samples import LLAMA, file_contents, prepare_small, rehearse
+from servers import COMMIT, Seen, Server, hub_here, reply, web
 from tonnage.api import PlanRequest, open_checkpoint, plan_checkpoint
-from tonnage.checkpoint.config import parse_config
 from tonnage.checkpoint.io import read_checkpoint_headers
 from tonnage.errors import SourceError, TonnageError
 from tonnage.prepare.preparation import Preparation
 from tonnage.prepare.request import PrepareOptions, prepare_placement
 from tonnage.prepare.run import Standing, run_preparation
 from tonnage.prepare.worker import run_task, source_at
-from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
 SHARDS = 4
 WAYS: dict[str, dict[str, Any]] = {
@@ -53,7 +51,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of several files, with a tokenizer."""
     path = tmp_path_factory.mktemp("remote") / "source"
     fields = {**LLAMA, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": SHARDS - 1}
-    write_rehearsal(parse_config(fields, name="small"), path, RehearsalOptions(sharded=True))
+    rehearse(path, fields, scaled_down=False, sharded=True)
     random = np.random.default_rng(7)
     for shard in read_checkpoint_headers(path).shards:
         values = random.standard_normal(shard.payload_bytes // 2, np.float32).view(np.uint32) >> 16
@@ -112,16 +110,6 @@ def prepare(preparation: Preparation) -> list[Standing]:
     seen: list[Standing] = []
     run_preparation(preparation, seen.append, executor=here)
     return seen
-
-
-@contextmanager
-def hub_here(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with hub(source) as found:
-        monkeypatch.setattr(constants, "ENDPOINT", found.api.url)
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.api.url + "".join(template[1:]))
-        monkeypatch.setenv("HF_ENDPOINT", found.api.url)
-        yield found
 
 
 LOOK = (0, 8)

@@ -14,8 +14,8 @@ import pytest
 from blake3 import blake3
 from typer.testing import CliRunner
 
+from samples import rehearse
 from tonnage.api import open_checkpoint
-from tonnage.checkpoint.config import parse_config
 from tonnage.cli import app
 from tonnage.engines import engine
 from tonnage.errors import TonnageError
@@ -28,7 +28,6 @@ from tonnage.prepare.reader import open_rank
 from tonnage.prepare.request import PrepareOptions, prepare_placement
 from tonnage.prepare.resume import check_output
 from tonnage.prepare.run import Standing, run_preparation
-from tonnage.synth.io import RehearsalOptions, write_rehearsal
 from tonnage.topology import Topology
 
 LLAMA: dict[str, Any] = {
@@ -53,7 +52,7 @@ class _KilledError(BaseException):
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint."""
     path = tmp_path_factory.mktemp("resume") / "source"
-    write_rehearsal(parse_config(LLAMA, name="tiny"), path, RehearsalOptions(scaled_down=True))
+    rehearse(path)
     return path
 
 

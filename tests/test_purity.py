@@ -20,7 +20,7 @@ PURE = sorted(
         "recognition.py", "container.py", "inspection.py", "profile.py", "errors.py",
         "memory/cache*.py", "memory/term*.py", "memory/workspace*.py", "memory/runtime*.py", "model_shape.py", "fit_terms.py", "term_evidence.py",
         "observe/[!_i]*.py", "flags/*.py", "memory/budget*.py", "memory/devices.py", "checkpoint/quant.py", "checkpoint/config.py", "checkpoint/recognise.py", "checkpoint/tally.py", "checkpoint/name_*.py",
-        "report/bars.py", "report/changes.py", "report/growth.py", "report/picture.py", "report/saved.py", "report/svg.py",
+        "report/bars.py", "report/changes.py", "report/growth.py", "report/picture.py", "report/saved.py", "report/svg.py", "saved_plan.py",
     )
     for path in ROOT.glob(pattern)
 )  # fmt: skip

@@ -147,6 +147,20 @@ def test_engine_without_logs_gets_twice_the_rule():
     assert "no log of exllamav3" in term.source
 
 
+def test_sglang_holds_memory_for_images_and_sound_on_every_rank_of_a_model_that_reads_them():
+    sglang = replace(VLLM, engine="sglang", release=None)
+    assert "runtime.multimodal" not in terms(deployment=sglang)
+    held = terms(replace(SHAPE, multimodal=True), deployment=sglang)["runtime.multimodal"]
+    assert (held.nbytes, held.bound_nbytes, held.transient) == (1124 * MIB, 1124 * MIB, False)
+    assert "runtime.multimodal" not in terms(replace(SHAPE, multimodal=True))
+
+
+@pytest.mark.parametrize(("topology", "mib"), [(Topology(), 256), (Topology(tp=2), 512), (Topology(pp=3), 512)])
+def test_exllamav3_keeps_more_free_on_gpus_that_share_a_model(topology: Topology, mib: int):
+    slack = terms(deployment=replace(VLLM, engine="exllamav3", release=None, topology=topology))["runtime.slack"]
+    assert (slack.nbytes, slack.bound_nbytes) == (0, mib * MIB)
+
+
 def test_graph_estimate_is_a_term_of_its_own():
     estimate = graph_estimate_term(SHAPE, SERVING, replace(VLLM, release=(0, 19)), shipped_terms("vllm"))
     assert estimate.component == "runtime.graph-estimate"
@@ -166,8 +180,11 @@ LIMITS: dict[str, tuple[Engine, GpuClass, int, int, tuple[int, int]]] = {
     "A100": ("vllm", "a100", 79, 1, (2048, 256)),
     "GB10": ("vllm", "gb10", 119, 1, (2048, 256)),
     "4090": ("vllm", "ampere-ada", 23, 1, (2048, 256)),
+    "RTX PRO 6000": ("vllm", "sm120", 94, 1, (8192, 1024)),
+    "small SGLang": ("sglang", "other", 15, 1, (2048, 8)),
     "4090 SGLang": ("sglang", "ampere-ada", 23, 1, (4096, 48)),
     "four 4090 SGLang": ("sglang", "ampere-ada", 23, 4, (4096, 160)),
+    "two 48 GB SGLang": ("sglang", "ampere-ada", 47, 2, (4096, 32)),
     "H200 SGLang": ("sglang", "hopper", 139, 8, (8192, 512)),
     "B200 SGLang": ("sglang", "blackwell-dc", 178, 8, (16384, 512)),
     "TabbyAPI": ("exllamav3", "ampere-ada", 23, 1, (2048, 4)),

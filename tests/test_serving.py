@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,10 @@ from samples import LLAMA, opened
 from tonnage import Plan, PlanRequest, plan_checkpoint
 from tonnage.api import checkpoint_from_config
 from tonnage.errors import PlacementError, UnitError
+from tonnage.flags.from_plan import serve_plan
 from tonnage.memory.supply import Supply, find_gpu, parse_supply, supply_bytes
 from tonnage.profile import Profile
-from tonnage.units import GIB
+from tonnage.units import GIB, MIB
 
 DENSE, ROUTED, HYBRID, LATENT = "Qwen__Qwen3-8B", "Qwen__Qwen3-30B-A3B", "Qwen__Qwen3.5-27B", "deepseek-ai__DeepSeek-V3"
 ENGINES = ("vllm", "sglang", "exllamav3", "split")
@@ -176,6 +178,23 @@ def test_sglang_is_told_the_slots_of_a_stated_concurrency_so_that_its_tokens_are
     enough = replace(plan, kv_bytes=needed)
     assert (enough.capacity_tokens() or 0) >= 16 * 32768
     assert enough.fits is None
+
+
+@pytest.mark.parametrize(("name", "reserve_mib"), [(DENSE, 0), ("google__gemma-4-26B-A4B", 100 + 1024)])
+def test_fraction_of_sglang_leaves_the_cache_of_the_plan(name: str, reserve_mib: int) -> None:
+    """As SGLang computes it: free before weights, less them, less the slack, less what a multimodal model holds."""
+    plan = planned(name, engine="sglang", supply=parse_supply("80GiB"), profile=(4, 4096, 8192))
+    fraction = serve_plan(plan, Profile(), model="m").fraction
+    assert fraction is not None
+    free = 80 * GIB - bound(plan, "runtime.context")
+    weights = sum(
+        line.bound_nbytes
+        for line in plan.ranks[0].lines
+        if line.component.startswith(("weights.", "padding.", "engine.", "draft."))
+    )
+    cache = math.floor(free * fraction) - weights - reserve_mib * MIB
+    assert cache >= 80 * GIB - plan.ranks[0].fixed_bytes
+    assert bound(plan, "runtime.multimodal") == reserve_mib * MIB
 
 
 def test_cache_of_an_asked_size_too_small_for_the_profile_is_refused_with_or_without_a_supply() -> None:

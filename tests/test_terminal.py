@@ -32,12 +32,6 @@ def printed(document: dict[str, Any], width: int, *, plain: bool = False) -> lis
     return render(RankBars(plan=read_saved(document)), width=width, plain=plain).splitlines()
 
 
-def bar_lines(lines: list[str]) -> list[str]:
-    """Return what is drawn of every bar: the lines that are mostly blocks, less their names and figures."""
-    found = (re.search(r"[█▓▒░·]+(│[█▓▒░]*)?|│[█▓▒░]*", line) for line in lines[: -1 if len(lines) > 1 else None])
-    return [match[0] for match in found if match and len(match[0]) > 1]
-
-
 @given(plan_documents(), st.integers(40, 200), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_no_line_is_wider_than_the_terminal(document: dict[str, Any], width: int, plain: bool) -> None:

@@ -15,14 +15,12 @@ import pytest
 from safetensors import deserialize
 
 from packages import run
-from samples import LLAMA, write_key
+from samples import LLAMA, rehearse, write_key
 from tonnage import open_rank
-from tonnage.checkpoint.config import parse_config
 from tonnage.errors import PlacementError
 from tonnage.prepare.reader import TensorView
 from tonnage.rank_names.fused import fused_tensors
 from tonnage.rank_names.vllm_sharded import write_vllm_sharded
-from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
 Tonnage = Callable[..., subprocess.CompletedProcess[str]]
 MOE: dict[str, Any] = {
@@ -40,7 +38,7 @@ MOE: dict[str, Any] = {
 
 
 def prepared(folder: Path, config: dict[str, Any], *words: str) -> Path:
-    write_rehearsal(parse_config(config, name="small"), folder / "source", RehearsalOptions(scaled_down=False))
+    rehearse(folder / "source", config, scaled_down=False)
     run("prepare", folder / "source", "--tp", 2, "--engine", "vllm", "--workers", 1, "-o", folder / "ranks", *words)
     return folder / "ranks"
 

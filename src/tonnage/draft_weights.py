@@ -27,11 +27,6 @@ CONTEXT_PROJECTIONS = (".k_proj", ".v_proj", ".kv_a_proj_with_mqa")
 EMBEDDING, HEAD, CONTEXT = "draft.embedding", "draft.head", "draft.context_kv"
 
 
-def assumed_draft_term(nbytes: int, tp: int) -> Term:
-    """Return the weights of a draft of which only the bytes are known, taken to be cut evenly."""
-    return exact_term("draft.weights", -(-nbytes // tp), "--draft-bytes, taken to be cut evenly", basis="assumed")
-
-
 def draft_weights(placed: PlacedDraft, *, tp_rank: int) -> tuple[Term, ...]:
     """Return the weights of a draft on one of its ranks.
 

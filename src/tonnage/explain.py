@@ -8,98 +8,27 @@ lines are shown with that remark and compared with nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
+from msgspec import structs
 
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import Problem, one_line, raise_if_any
-from tonnage.export.manifest import Parallel
 from tonnage.measure.classes import UNKNOWN
 from tonnage.measure.record import MeasuredRank, Measurement, MeasurementError
 from tonnage.recipes.schema import ROLES
+from tonnage.saved_plan import SavedLine, SavedPlan, SavedRank, read_plan
 from tonnage.units import ranges
 
 EXPLAIN_SCHEMA = "tonnage.explain/1"
-PLAN_LIMIT_BYTES = 64 << 20
 Verdict = Literal["equal", "above", "below"]
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _WEIGHTS, _PADDING, _ENGINE, _DRAFT = "weights.", "padding.", "engine.", "draft."
 _PADDED_SLICES = frozenset(_PADDING + role for role in ROLES)
 """Zeros behind the slice of a role are written; the padding of a module an engine fuses has its name and is not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedLine:
-    """One line of a plan; the bound is what its verdict rests on."""
-
-    component: str
-    nbytes: _Count
-    bound_nbytes: _Count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRank:
-    """The lines of one rank."""
-
-    rank: _Count
-    lines: tuple[PlannedLine, ...]
-
-    @property
-    def in_files(self) -> tuple[PlannedLine, ...]:
-        """Lines of bytes that are written."""
-        return tuple(line for line in self.lines if _in_files(line.component))
-
-    @property
-    def bound_bytes(self) -> int:
-        """Bytes that are written, at their bound."""
-        return sum(line.bound_nbytes for line in self.in_files)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCheckpoint:
-    """What was planned."""
-
-    name: str
-    digest: str
-    family: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedWeights:
-    """The part of ``plan --json`` that files can be held against.
-
-    Attributes:
-        schema: Of the document.
-        checkpoint: What was planned.
-        engine: Whose placement rules.
-        estimator: ``exact`` or ``credit``.
-        topology: Parallel sizes.
-        ranks: All, in order.
-        numerics: What a conversion changes.
-    """
-
-    schema: Literal["tonnage.plan/1"]
-    checkpoint: PlannedCheckpoint
-    engine: str
-    estimator: str
-    topology: Parallel
-    ranks: tuple[PlannedRank, ...]
-    numerics: Mapping[str, Any]
-
-    def with_draft(self) -> PlannedWeights:
-        """Return the plan as of ranks whose files hold the draft as well."""
-        return replace(
-            self,
-            ranks=tuple(replace(rank, lines=tuple(_drafted(line) for line in rank.lines)) for rank in self.ranks),
-        )
-
-
-def _drafted(line: PlannedLine) -> PlannedLine:
-    return replace(line, component=_WEIGHTS + line.component) if line.component.startswith(_DRAFT) else line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +78,7 @@ class Explanation:
         notes: What the comparison does not cover.
     """
 
-    plan: PlannedWeights
+    plan: SavedPlan
     rank: int | None
     lines: tuple[ExplainedLine, ...]
     total: ExplainedLine
@@ -163,19 +92,14 @@ class Explanation:
         return "equal" if not difference else "above" if difference > 0 else "below"
 
 
-def read_planned_weights(raw: bytes, where: str) -> PlannedWeights:
-    """Return what ``plan --json`` says of weights.
+def read_planned(raw: bytes, where: str) -> SavedPlan:
+    """Return a plan of ``plan --json`` that files can be held against.
 
     Raises:
         MeasurementError: It is no plan, a bound is below its value, or ranks are not those of its topology.
     """
     where = one_line(where)
-    fields = parse_object(raw, where=where, kind=MeasurementError)
-    try:
-        plan = msgspec.convert(fields, PlannedWeights)
-    except msgspec.ValidationError as error:
-        expected = "the output of `tonnage plan --json`"
-        raise MeasurementError(Problem(where=where, what="not a plan", expected=expected, found=str(error))) from error
+    plan = read_plan(parse_object(raw, where=where, kind=MeasurementError), where=where, kind=MeasurementError)
     problems = [
         Problem(
             where=where, what=f"rank {rank.rank}: {line.component} above its bound", expected=f"{line.bound_nbytes}"
@@ -184,14 +108,25 @@ def read_planned_weights(raw: bytes, where: str) -> PlannedWeights:
         for line in rank.lines
         if line.nbytes > line.bound_nbytes
     ]
-    if [rank.rank for rank in plan.ranks] != list(range(plan.topology.world_size)):
-        expected = f"0..{plan.topology.world_size - 1} ({plan.topology.words})"
+    world_size = plan.topology.world_size
+    if len(plan.ranks) != world_size or any(rank.rank != number for number, rank in enumerate(plan.ranks)):
+        expected = f"0..{world_size - 1} ({plan.topology.cut})"
         problems.append(Problem(where=where, what="ranks of a plan", expected=expected, found=f"{len(plan.ranks)}"))
     raise_if_any(MeasurementError, problems)
     return plan
 
 
-def explain(plan: PlannedWeights, measurement: Measurement, *, rank: int | None = None) -> Explanation:
+def with_draft(plan: SavedPlan) -> SavedPlan:
+    """Return a plan as of ranks whose files hold the draft as well."""
+    ranks = (structs.replace(rank, lines=tuple(_drafted(line) for line in rank.lines)) for rank in plan.ranks)
+    return structs.replace(plan, ranks=tuple(ranks))
+
+
+def _drafted(line: SavedLine) -> SavedLine:
+    return structs.replace(line, component=_WEIGHTS + line.component) if line.component.startswith(_DRAFT) else line
+
+
+def explain(plan: SavedPlan, measurement: Measurement, *, rank: int | None = None) -> Explanation:
     """Return one rank line by line.
 
     Args:
@@ -224,7 +159,7 @@ def explain_document(explanation: Explanation) -> dict[str, Any]:
         "checkpoint": msgspec.to_builtins(plan.checkpoint),
         "engine": plan.engine,
         "estimator": plan.estimator,
-        "topology": msgspec.to_builtins(plan.topology),
+        "topology": {"tp": plan.topology.tp, "ep": plan.topology.ep, "pp": plan.topology.pp},
         "rank": explanation.rank,
         "lines": [
             {**msgspec.to_builtins(line), "difference_bytes": line.difference_bytes} for line in explanation.lines
@@ -254,18 +189,18 @@ def _measured_rank(measurement: Measurement, rank: int) -> MeasuredRank:
     return found
 
 
-def _planned_rank(plan: PlannedWeights, measured: MeasuredRank) -> PlannedRank:
+def _planned_rank(plan: SavedPlan, measured: MeasuredRank) -> SavedRank:
     """Return the plan of a measured rank; of one without a number the plan of the rank that holds most."""
     if measured.rank is None:
-        return max(plan.ranks, key=lambda planned: planned.bound_bytes)
+        return max(plan.ranks, key=_bound_bytes)
     return plan.ranks[measured.rank]
 
 
-def _lines(planned: PlannedRank, measured: MeasuredRank) -> Iterator[ExplainedLine]:
+def _lines(planned: SavedRank, measured: MeasuredRank) -> Iterator[ExplainedLine]:
     if _by_class(planned, measured):
         yield from _classes(planned, measured)
     else:
-        for line in planned.in_files:
+        for line in _written(planned):
             yield _uncompared(line, "measured in total only")
     for line in planned.lines:
         if not _in_files(line.component):
@@ -273,22 +208,32 @@ def _lines(planned: PlannedRank, measured: MeasuredRank) -> Iterator[ExplainedLi
             yield _uncompared(line, "added by the engine, in no file" if by_engine else "not measured")
 
 
+def _written(rank: SavedRank) -> tuple[SavedLine, ...]:
+    """Return the lines of bytes that are in files."""
+    return tuple(line for line in rank.lines if _in_files(line.component))
+
+
+def _bound_bytes(rank: SavedRank) -> int:
+    """Return the bytes of files, at their bound."""
+    return sum(line.bound_nbytes for line in _written(rank))
+
+
 def _in_files(component: str) -> bool:
     return component.startswith(_WEIGHTS) or component in _PADDED_SLICES
 
 
-def _by_class(planned: PlannedRank, measured: MeasuredRank) -> bool:
+def _by_class(planned: SavedRank, measured: MeasuredRank) -> bool:
     """Whether both sides know what the bytes are for."""
     roles = _PADDED_SLICES | {_WEIGHTS + role for role in ROLES}
     known = {part.tensor_class for part in measured.by_class} - {UNKNOWN}
-    return bool(known) and all(line.component in roles for line in planned.in_files)
+    return bool(known) and all(line.component in roles for line in _written(planned))
 
 
-def _classes(planned: PlannedRank, measured: MeasuredRank) -> Iterator[ExplainedLine]:
+def _classes(planned: SavedRank, measured: MeasuredRank) -> Iterator[ExplainedLine]:
     sums: dict[str, int] = defaultdict(int)
     for part in measured.by_class:
         sums[part.tensor_class] += part.nbytes
-    lines = {line.component: line for line in planned.in_files}
+    lines = {line.component: line for line in _written(planned)}
     for tensor_class in dict.fromkeys((*ROLES, *sums)):
         weights, padding = lines.get(_WEIGHTS + tensor_class), lines.get(_PADDING + tensor_class)
         there = [line for line in (weights, padding) if line is not None]
@@ -302,7 +247,7 @@ def _classes(planned: PlannedRank, measured: MeasuredRank) -> Iterator[Explained
             )
 
 
-def _uncompared(line: PlannedLine, remark: str) -> ExplainedLine:
+def _uncompared(line: SavedLine, remark: str) -> ExplainedLine:
     return ExplainedLine(
         component=line.component,
         planned_bytes=line.nbytes,
@@ -312,11 +257,11 @@ def _uncompared(line: PlannedLine, remark: str) -> ExplainedLine:
     )
 
 
-def _total(planned: PlannedRank, measured: MeasuredRank) -> ExplainedLine:
+def _total(planned: SavedRank, measured: MeasuredRank) -> ExplainedLine:
     return ExplainedLine(
         component="weights",
-        planned_bytes=sum(line.nbytes for line in planned.in_files),
-        bound_bytes=planned.bound_bytes,
+        planned_bytes=sum(line.nbytes for line in _written(planned)),
+        bound_bytes=_bound_bytes(planned),
         measured_bytes=measured.payload_bytes,
     )
 
@@ -329,15 +274,15 @@ def _order(line: ExplainedLine) -> tuple[bool, int, str]:
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
-def _below(plan: PlannedWeights, ranks: tuple[MeasuredRank, ...]) -> Iterator[Below]:
+def _below(plan: SavedPlan, ranks: tuple[MeasuredRank, ...]) -> Iterator[Below]:
     """Yield ranks with more than was planned; one without a number has more than was planned for any."""
     for measured in ranks:
-        missing = measured.payload_bytes - _planned_rank(plan, measured).bound_bytes
+        missing = measured.payload_bytes - _bound_bytes(_planned_rank(plan, measured))
         if missing > 0:
             yield Below(rank=measured.rank, nbytes=missing)
 
 
-def _mismatches(plan: PlannedWeights, measurement: Measurement) -> Iterator[Problem]:
+def _mismatches(plan: SavedPlan, measurement: Measurement) -> Iterator[Problem]:
     where, topology = measurement.source, plan.topology
     if measurement.checkpoint_digest not in (None, plan.checkpoint.digest):
         what = "of another checkpoint than the plan (one made from config.json alone has a digest of its own)"
@@ -347,9 +292,9 @@ def _mismatches(plan: PlannedWeights, measurement: Measurement) -> Iterator[Prob
     known = len(measurement.ranks) + len(measurement.absent_ranks)
     beyond = [one.rank for one in measurement.ranks if one.rank is not None and one.rank >= topology.world_size]
     if different:
-        yield Problem(where=where, what="cut for another topology", expected=topology.words, found=" ".join(different))
+        yield Problem(where=where, what="cut for another topology", expected=topology.cut, found=" ".join(different))
     elif beyond or (_says_which(measurement) and known != topology.world_size):
-        expected, found = f"{topology.world_size} ranks ({topology.words})", f"{known}"
+        expected, found = f"{topology.world_size} ranks ({topology.cut})", f"{known}"
         yield Problem(where=where, what="other ranks than planned", expected=expected, found=found)
 
 
@@ -358,7 +303,7 @@ def _says_which(measurement: Measurement) -> bool:
     return measurement.is_complete or bool(measurement.absent_ranks)
 
 
-def _notes(plan: PlannedWeights, measurement: Measurement, measured: MeasuredRank) -> Iterator[str]:
+def _notes(plan: SavedPlan, measurement: Measurement, measured: MeasuredRank) -> Iterator[str]:
     where = measurement.source
     if measurement.checkpoint_digest is None:
         yield f"{where} does not say of which checkpoint it is: taken to be that of the plan"
@@ -368,7 +313,7 @@ def _notes(plan: PlannedWeights, measurement: Measurement, measured: MeasuredRan
         yield f"{where} does not say which rank this is: held against the one planned to hold most"
     if measurement.absent_ranks:
         yield f"{where} has no ranks {ranges(measurement.absent_ranks)}: they are held against nothing"
-    planned = plan.numerics.get("class")
+    planned = plan.numerics.kind
     if measurement.convert is not None and planned in ("neutral", "converted"):
         converted = "neutral" if measurement.convert == "none" else "converted"
         if converted != planned:

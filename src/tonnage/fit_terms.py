@@ -7,7 +7,6 @@ rounds a float: the same logs give the same records.
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -42,11 +41,6 @@ MARGINS = ((12, 60), (6, 120), (3, 250), (1, 350))
 """Permille the bound stays above the largest figure, by how many different figures there are at least."""
 TOTAL_MARGIN_PERMILLE = 100
 """The same for a total: the errors of its terms do not add up, and it counts what the pool's last block left free."""
-
-
-def is_held_back(row_id: str) -> bool:
-    """Whether a log belongs to the third that is only reported on while fitting is judged."""
-    return hashlib.sha256(row_id.encode()).digest()[0] % 3 == 0
 
 
 def fit_files(seen: Iterable[Seen]) -> dict[str, TermFile]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tonnage.container import slot_bytes
 from tonnage.cuts import extent
+from tonnage.logged.lines import TOWER_ROLES
 from tonnage.memory.workspace_shape import EncoderShape, ModelShape, RoutedShape
 from tonnage.topology import expert_counts
 
@@ -81,6 +82,7 @@ def model_shape(
         index_width=_integer(indexed, "index_head_dim"),
         index_pool=_integer(indexed, "index_kpool", "ratio") or 1,
         encoder=_encoder(here, tp_rank),
+        multimodal=any(module.rule.role in TOWER_ROLES for module in modules),
         layer_bytes=max(layer.nbytes for layer in widest),
         module_bytes=max((n for layer in widest for n in layer.fused.values()), default=0),
         module_elements=elements,

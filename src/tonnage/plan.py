@@ -68,6 +68,8 @@ class RankLedger:
         return held + max((term.bound_nbytes for term in self.service.load), default=0)
 
 
+PLAN_SCHEMA = "tonnage.plan/1"
+"""Of its document."""
 WEIGHT_LINES = ("weights.", "padding.", "engine.")
 """How the components of lines begin that make up the weights."""
 _DRAFT_WEIGHT_LINES = ("draft.weights", "draft.embedding", "draft.head", "draft.engine")

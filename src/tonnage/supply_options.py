@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from tonnage.errors import Problem, UnitError
+from tonnage.memory.budget import requested_bytes
 from tonnage.memory.devices import free_supply, select_devices
 from tonnage.memory.driver import read_devices
 from tonnage.memory.supply import Gpu, Supply, find_gpu, gpu_of_driver, parse_supply, supply_bytes
@@ -79,7 +80,7 @@ def free_memory(devices: Sequence[DeviceMemory], ranks: int) -> AskedSupply:
 
 
 def _shared(asked: AskedSupply, share: Fraction) -> AskedSupply:
-    """Return the share of a GPU that vLLM asks for: beside the context, whole bytes, rounded up as vLLM does."""
+    """Return the share of a GPU that vLLM asks for, beside the context."""
     if asked.supply is None:
         raise UnitError(
             Problem(where="--utilization", what="a share of what is not said", expected="--gpu or --supply")
@@ -89,7 +90,6 @@ def _shared(asked: AskedSupply, share: Fraction) -> AskedSupply:
             Problem(where="--utilization", what="out of range", expected="above 0, at most 1", found=str(share))
         )
     total = asked.supply
-    nbytes = -(-total.nbytes * share.numerator // share.denominator)
-    source = f"{total.source} x {float(share):g}"
+    nbytes, source = requested_bytes(total.nbytes, share), f"{total.source} x {float(share):g}"
     shared = Supply(nbytes=nbytes, basis=total.basis, source=source, whole_bytes=total.nbytes)
     return AskedSupply(supply=shared, gpu=asked.gpu, context_held=False)

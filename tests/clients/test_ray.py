@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from samples import LLAMA, file_contents
-from tonnage.checkpoint.config import parse_config
+from samples import LLAMA, file_contents, rehearse
 from tonnage.checkpoint.io import read_checkpoint_headers
 from tonnage.prepare.output_dir import EPOCH_FILE
-from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
 ray = pytest.importorskip("ray")
 
@@ -52,7 +50,7 @@ def cluster() -> Iterator[Any]:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's kind of checkpoint: scaled down, random."""
     path = tmp_path_factory.mktemp("small") / "source"
-    write_rehearsal(parse_config(LLAMA, name="small"), path, RehearsalOptions(scaled_down=True))
+    rehearse(path)
     return path
 
 
@@ -60,7 +58,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Half a GB of random finite BF16, no two blocks alike."""
     path = tmp_path_factory.mktemp("large") / "source"
-    write_rehearsal(parse_config(LARGE, name="large"), path, RehearsalOptions(sharded=True))
+    rehearse(path, LARGE, scaled_down=False, sharded=True)
     random = np.random.default_rng(0)
     for shard in read_checkpoint_headers(path).shards:
         with (path / shard.shard_file).open("r+b") as file:

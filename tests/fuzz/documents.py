@@ -11,7 +11,7 @@ from tonnage.calibrations.credit_records import contradictions, parse_record, re
 from tonnage.checkpoint.index import SUFFIX
 from tonnage.cli.fit_terms import read_logs
 from tonnage.credit import CreditInputs
-from tonnage.explain import explain, explain_document, read_planned_weights
+from tonnage.explain import explain, explain_document, read_planned, with_draft
 from tonnage.export.agreement import document_problems, read_package_plan, read_provenance
 from tonnage.export.manifest import manifest_bytes
 from tonnage.export.manifest import parse_manifest as parse_package_manifest
@@ -103,8 +103,8 @@ def log_rows(raw: bytes) -> None:
 def saved_plan(raw: bytes) -> None:
     """Read a plan and a measurement and explain one by the other."""
     plan_raw, _, measured_raw = raw.partition(PART)
-    planned = read_planned_weights(plan_raw, "plan.json")
-    explanation = explain(planned.with_draft(), read_measurement(measured_raw, "measured.json"))
+    planned = read_planned(plan_raw, "plan.json")
+    explanation = explain(with_draft(planned), read_measurement(measured_raw, "measured.json"))
     json.dumps(explain_document(explanation))
 
 

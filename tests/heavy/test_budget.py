@@ -10,7 +10,8 @@ from vllm.engine import arg_utils
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.worker.utils import request_memory
 
-from tonnage.memory.budget import VllmBudget, VllmUse, utilization_text, vllm_defaults
+from tonnage.memory.budget import highest_utilization, requested_bytes, utilization_text
+from tonnage.memory.runtime_rules import vllm_limits
 from tonnage.memory.supply import find_gpu, supply_bytes
 from tonnage.memory.workspace_shape import gpu_class
 
@@ -33,15 +34,14 @@ def asked(total: int, free: int, utilization: str) -> int | None:
 @pytest.mark.parametrize("total", TOTALS)
 @pytest.mark.parametrize("share", SHARES)
 def test_vllm_asks_for_the_same_to_the_byte(total: int, share: str) -> None:
-    budget = VllmBudget(total_bytes=total, free_bytes=total, utilization=Fraction(share))
-    assert abs(asked(total, total, share) - budget.requested_bytes) <= 1
+    assert abs(asked(total, total, share) - requested_bytes(total, Fraction(share))) <= 1
 
 
 @pytest.mark.parametrize("total", TOTALS)
 @pytest.mark.parametrize("held_mib", [500, 3410, 12_345])
 def test_vllm_starts_with_the_highest_utilization_and_not_with_a_digit_more(total: int, held_mib: int) -> None:
     free = total - held_mib * MIB
-    highest = VllmBudget(total_bytes=total, free_bytes=free).highest_utilization
+    highest = highest_utilization(total, free)
     assert asked(total, free, utilization_text(highest)) is not None
     assert asked(total, free, utilization_text(highest + Fraction(1, 10_000))) is None
 
@@ -58,6 +58,5 @@ def test_defaults_are_vllms(monkeypatch: pytest.MonkeyPatch, slug: str) -> None:
     )
     monkeypatch.setattr(arg_utils, "current_platform", platform)
     tokens, seqs = arg_utils.EngineArgs.get_batch_defaults(1)
-    for context, use in ((UsageContext.OPENAI_API_SERVER, VllmUse()), (UsageContext.LLM_CLASS, VllmUse(offline=True))):
-        ours = vllm_defaults(total, gpu_class(gpu), use, context_tokens=1 << 20)
-        assert ours == (tokens[context], seqs[context])
+    server = UsageContext.OPENAI_API_SERVER
+    assert vllm_limits(total, gpu_class(gpu)) == (tokens[server], seqs[server])

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 @cache
-@cache
 def shipped_file(engine: str) -> TermFile | None:
     """Return the shipped file of an engine, its records checked against their evidence; ``None`` if there is none."""
     for file in resources.files("tonnage.calibrations").joinpath("terms").iterdir():

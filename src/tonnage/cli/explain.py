@@ -36,15 +36,17 @@ def explain(
     Example: tonnage explain --plan plan.json --measured measured.json
     """
     from tonnage.checkpoint.io import read_bytes
-    from tonnage.explain import PLAN_LIMIT_BYTES, explain_document, read_planned_weights
     from tonnage.explain import explain as explain_rank
+    from tonnage.explain import explain_document, read_planned
+    from tonnage.explain import with_draft as drafted
     from tonnage.measure.io import read_measurement_file
     from tonnage.measure.record import MeasurementError
+    from tonnage.saved_plan import PLAN_LIMIT_BYTES
 
     raw = read_bytes(plan, limit_bytes=PLAN_LIMIT_BYTES, kind=MeasurementError)
-    planned = read_planned_weights(raw, plan.name)
+    planned = read_planned(raw, plan.name)
     if with_draft:
-        planned = planned.with_draft()
+        planned = drafted(planned)
     explanation = explain_rank(planned, read_measurement_file(measured), rank=rank)
     if as_json:
         emit_json(explain_document(explanation))

@@ -100,9 +100,9 @@ def export(
     from tonnage.export.manifest import PackageError
     from tonnage.export.naming import check_name
     from tonnage.export.package import Options
-    from tonnage.export.planned import PlannedProfile
     from tonnage.export.sign import load_signer
     from tonnage.profile import parse_profile
+    from tonnage.saved_plan import SavedProfile
 
     served = parse_profile(profile, context_tokens=context)
     options = Options(
@@ -110,7 +110,7 @@ def export(
         date=None if date is None else date_of(date),
         name=None if name == "auto" else check_name(name),
         plan=None if plan is None else read_json(plan, limit_bytes=_PLAN_LIMIT_BYTES, kind=PackageError),
-        profile=PlannedProfile(
+        profile=SavedProfile(
             name=served.name,
             concurrency=served.concurrency,
             prefill_chunk_tokens=served.prefill_chunk_tokens,

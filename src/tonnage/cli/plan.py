@@ -35,7 +35,7 @@ from tonnage.cli.options import (
 from tonnage.cli.reports import Against, Force, read_saved_file, typed_options, write_report
 
 if TYPE_CHECKING:
-    from tonnage.report.saved import SavedPlan
+    from tonnage.saved_plan import SavedPlan
 
 DOES_NOT_FIT = 3
 

@@ -10,7 +10,7 @@ import typer
 from tonnage.cli.options import note
 
 if TYPE_CHECKING:
-    from tonnage.report.saved import SavedPlan
+    from tonnage.saved_plan import SavedPlan
 
 Against = Annotated[
     Path | None,
@@ -44,7 +44,8 @@ def read_saved_file(path: Path) -> SavedPlan:
     """
     from tonnage.checkpoint.io import read_json
     from tonnage.errors import ObservationError
-    from tonnage.report.saved import PLAN_LIMIT_BYTES, read_saved
+    from tonnage.report.saved import read_saved
+    from tonnage.saved_plan import PLAN_LIMIT_BYTES
 
     document = read_json(path, limit_bytes=PLAN_LIMIT_BYTES, kind=ObservationError)
     return read_saved(document, where=path.name)

@@ -14,8 +14,9 @@ from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import Problem
 from tonnage.export.comparison import Compared
 from tonnage.export.manifest import Manifest, PackageError, Parallel
-from tonnage.export.planned import Planned, Prepared, check_plan, read_plan
+from tonnage.export.planned import Prepared, check_plan
 from tonnage.prepare.documents import PLAN, PROVENANCE
+from tonnage.saved_plan import SavedPlan, read_plan
 
 
 class _Source(msgspec.Struct, frozen=True):
@@ -85,16 +86,16 @@ def read_provenance(raw: bytes) -> Provenance:
         raise PackageError(Problem(where=PROVENANCE, what="not a provenance", found=str(error))) from error
 
 
-def read_package_plan(raw: bytes) -> Planned:
+def read_package_plan(raw: bytes) -> SavedPlan:
     """Return what the plan of a package says.
 
     Raises:
         PackageError: It is none.
     """
-    return read_plan(parse_object(raw, where=PLAN, kind=PackageError), where=PLAN)
+    return read_plan(parse_object(raw, where=PLAN, kind=PackageError), where=PLAN, kind=PackageError)
 
 
-def document_problems(plan: Planned, provenance: Provenance, manifest: Manifest) -> Iterator[Problem]:
+def document_problems(plan: SavedPlan, provenance: Provenance, manifest: Manifest) -> Iterator[Problem]:
     """Yield where plan, provenance and manifest differ."""
     options = provenance.options
     facts = (

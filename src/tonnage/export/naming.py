@@ -6,12 +6,12 @@ import re
 
 from tonnage.errors import Problem
 from tonnage.export.manifest import NAME_RULE, PackageError, Parallel, is_package_name
-from tonnage.export.planned import PlannedProfile
+from tonnage.saved_plan import SavedProfile
 
 _DATE = re.compile(r"-(\d{4})(\d{2})(\d{2})\Z", re.ASCII)
 
 
-def package_name(family: str, topology: Parallel, profile: PlannedProfile, date: str) -> str:
+def package_name(family: str, topology: Parallel, profile: SavedProfile, date: str) -> str:
     """Return the name of a package; parts that do not apply are left out.
 
     Args:
@@ -23,7 +23,7 @@ def package_name(family: str, topology: Parallel, profile: PlannedProfile, date:
     Raises:
         PackageError: The parts make no name.
 
-    >>> package_name("kimi_k3", Parallel(tp=8), PlannedProfile(concurrency=4, prefill_chunk_tokens=4096), "2026-11-30")
+    >>> package_name("kimi_k3", Parallel(tp=8), SavedProfile(concurrency=4, prefill_chunk_tokens=4096), "2026-11-30")
     'kimi-k3-tp8-c4-p4096-20261130'
     """
     parts = [family.replace("_", "-"), f"tp{topology.tp}"]

@@ -26,11 +26,12 @@ from tonnage.export.manifest import (
     parse_manifest,
 )
 from tonnage.export.naming import check_name, date_in, package_name
-from tonnage.export.planned import Planned, PlannedProfile, Prepared, check_plan, read_plan, with_profile
+from tonnage.export.planned import Prepared, check_plan, with_profile
 from tonnage.export.provenance import canonical, provenance, read_origin
 from tonnage.export.statement import Signed
 from tonnage.prepare.documents import MANIFEST, PACKAGE_DOCUMENTS, PLAN, PROVENANCE, SIGNATURE, SUMMARY
 from tonnage.prepare.layout import rank_directory
+from tonnage.saved_plan import SavedPlan, SavedProfile, read_plan
 from tonnage.sources.model import SUFFIX
 from tonnage.topology import Topology
 
@@ -59,7 +60,7 @@ class Options:
     date: str | None = None
     name: str | None = None
     plan: Mapping[str, Any] | None = None
-    profile: PlannedProfile = field(default_factory=PlannedProfile)
+    profile: SavedProfile = field(default_factory=SavedProfile)
     hash: Hash | None = None
     added: Mapping[str, bytes] = field(default_factory=dict)
     compared: Record | None = None
@@ -67,7 +68,7 @@ class Options:
     @property
     def given(self) -> bool:
         """Whether a name or a plan is asked for that a finished package may not have."""
-        return (self.date, self.name, self.plan, self.profile) != (None, None, None, PlannedProfile())
+        return (self.date, self.name, self.plan, self.profile) != (None, None, None, SavedProfile())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,9 +176,9 @@ def keep_package(documents: Mapping[str, bytes], options: Options) -> Package:
     if options.given:
         before = parse_object(documents[PLAN], where=PLAN, kind=PackageError)
         document = before if options.plan is None else options.plan
-        read_plan(document, where=PLAN)
+        read_plan(document, where=PLAN, kind=PackageError)
         document = with_profile(document, options.profile)
-        plan = read_plan(document, where=PLAN)
+        plan = read_plan(document, where=PLAN, kind=PackageError)
         today = date_in(manifest.name) or options.today
         name = _name(plan, manifest.topology, options, today)
         if name != manifest.name:
@@ -219,12 +220,12 @@ def _finished(where: str, part: str, *, expected: str | None, found: str) -> Pro
 
 def _plan(
     summary: Summary, files: list[PackagedFile], topology: Parallel, options: Options
-) -> tuple[Planned, dict[str, Any]]:
+) -> tuple[SavedPlan, dict[str, Any]]:
     """Return the plan, checked against what was written, and its document."""
     if summary.plan is None:
         what = "no plan on record; prepare again with this version"
         raise PackageError(Problem(where=SUMMARY, what=what, expected="plan"))
-    recorded = read_plan(summary.plan, where=f"plan in {SUMMARY}")
+    recorded = read_plan(summary.plan, where=f"plan in {SUMMARY}", kind=PackageError)
     where = "--plan" if options.plan is not None else f"plan in {SUMMARY}"
     document = summary.plan if options.plan is None else options.plan
     payload_bytes = dict.fromkeys(summary.identity.ranks, 0)
@@ -238,12 +239,12 @@ def _plan(
         converted=bool(summary.converted),
         payload_bytes=payload_bytes,
     )
-    check_plan(read_plan(document, where=where), prepared, recorded, where=where)
+    check_plan(read_plan(document, where=where, kind=PackageError), prepared, recorded, where=where)
     document = with_profile(document, options.profile)
-    return read_plan(document, where=where), document
+    return read_plan(document, where=where, kind=PackageError), document
 
 
-def _name(plan: Planned, topology: Parallel, options: Options, today: str) -> str:
+def _name(plan: SavedPlan, topology: Parallel, options: Options, today: str) -> str:
     if options.name is not None:
         return check_name(options.name)
     return package_name(plan.checkpoint.family, topology, plan.profile, options.date or today)

@@ -4,37 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 
 from tonnage.errors import Problem, raise_if_any
 from tonnage.export.manifest import PackageError, Parallel
-from tonnage.plan import WEIGHT_LINES
-
-_Positive = Annotated[int, msgspec.Meta(ge=1, le=2**53 - 1)]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedProfile:
-    """What is to be served, as a plan says it; ``None`` where it does not.
-
-    Attributes:
-        name: Written ``cC-pP``.
-        concurrency: Requests served at once.
-        prefill_chunk_tokens: Tokens of one prefill step.
-        context_tokens: Longest context.
-        draft_name: Of the draft model.
-        draft_tokens: Guessed at once.
-    """
-
-    name: str | None = None
-    concurrency: _Positive | None = None
-    prefill_chunk_tokens: _Positive | None = None
-    context_tokens: _Positive | None = None
-    draft_name: str | None = None
-    draft_tokens: _Positive | None = None
+from tonnage.saved_plan import SavedPlan, SavedProfile, SavedRank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,91 +32,7 @@ class Prepared:
     payload_bytes: Mapping[int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Checkpoint:
-    digest: str
-    family: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    component: str
-    nbytes: _Count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rank:
-    rank: _Count
-    lines: tuple[_Line, ...]
-    weights_bytes: _Count
-    payload_bytes: _Count | None = None
-
-    @property
-    def role_bytes(self) -> int:
-        """Bytes of weights alone: padding may be written, and what an engine adds never is."""
-        return self._sum(("weights.",))
-
-    @property
-    def line_bytes(self) -> int:
-        """Bytes of all lines that make up the weights."""
-        return self._sum(WEIGHT_LINES)
-
-    def misses(self, payload: int) -> str:
-        """Return what would have been as planned, if this is not; plans of early versions tell it within bounds."""
-        least, most = self.role_bytes, self.weights_bytes
-        if self.payload_bytes is not None:
-            least = most = self.payload_bytes
-        if least <= payload <= most:
-            return ""
-        return f"{least}{f'..{most}' if most > least else ''} bytes, as planned"
-
-    def _sum(self, begins: tuple[str, ...]) -> int:
-        return sum(line.nbytes for line in self.lines if line.component.startswith(begins))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Numerics:
-    converted: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """The part of a plan that a package is held to.
-
-    Attributes:
-        checkpoint: Digest of the headers, and family.
-        engine: Whose placement rules.
-        estimator: ``exact`` for a plan tensor by tensor.
-        topology: Parallel sizes.
-        profile: What is to be served.
-        ranks: Weights of every rank.
-        numerics: What is converted.
-    """
-
-    schema: Literal["tonnage.plan/1"]
-    checkpoint: _Checkpoint
-    engine: str
-    estimator: str
-    topology: Parallel
-    profile: PlannedProfile
-    ranks: tuple[_Rank, ...]
-    numerics: _Numerics
-
-
-def read_plan(document: Mapping[str, Any], *, where: str) -> Planned:
-    """Return what a plan says.
-
-    Raises:
-        PackageError: It is none.
-    """
-    try:
-        return msgspec.convert(document, Planned)
-    except msgspec.ValidationError as error:
-        expected = "what `tonnage plan --json` prints"
-        raise PackageError(Problem(where=where, what="not a plan", expected=expected, found=str(error))) from error
-
-
-def check_plan(plan: Planned, prepared: Prepared, recorded: Planned, *, where: str) -> None:
+def check_plan(plan: SavedPlan, prepared: Prepared, recorded: SavedPlan, *, where: str) -> None:
     """Refuse a plan of anything else than was prepared.
 
     Args:
@@ -155,18 +47,18 @@ def check_plan(plan: Planned, prepared: Prepared, recorded: Planned, *, where: s
     raise_if_any(PackageError, _differences(plan, prepared, recorded, where))
 
 
-def with_profile(document: Mapping[str, Any], given: PlannedProfile) -> dict[str, Any]:
+def with_profile(document: Mapping[str, Any], given: SavedProfile) -> dict[str, Any]:
     """Return a plan with what is given of a profile in its profile."""
     changes = {name: value for name, value in msgspec.to_builtins(given).items() if value is not None}
     return {**document, "profile": {**document["profile"], **changes}}
 
 
-def _differences(plan: Planned, prepared: Prepared, recorded: Planned, where: str) -> Iterator[Problem]:
+def _differences(plan: SavedPlan, prepared: Prepared, recorded: SavedPlan, where: str) -> Iterator[Problem]:
     facts = (
         ("checkpoint", prepared.checkpoint, plan.checkpoint.digest),
         ("estimator", "exact", plan.estimator),
         ("engine", prepared.engine, plan.engine),
-        ("topology", prepared.topology.words, plan.topology.words),
+        ("topology", prepared.topology.words, plan.topology.cut),
         ("conversion", _conversion(prepared.converted), _conversion(bool(plan.numerics.converted))),
     )
     for name, expected, found in facts:
@@ -187,8 +79,18 @@ def _differences(plan: Planned, prepared: Prepared, recorded: Planned, where: st
         if planned is None or planned.weights_bytes != before.get(number):
             expected, found = str(before.get(number)), str(planned.weights_bytes if planned else None)
             yield Problem(where=where, what=f"weights_bytes of rank {number}", expected=expected, found=found)
-        elif expected := planned.misses(payload):
+        elif expected := _misses(planned, payload):
             yield Problem(where=where, what=f"written for rank {number}", expected=expected, found=f"{payload} bytes")
+
+
+def _misses(rank: SavedRank, payload: int) -> str:
+    """Return what would have been as planned, if this is not; plans of early versions tell it within bounds."""
+    least, most = rank.role_bytes, rank.weights_bytes
+    if rank.payload_bytes is not None:
+        least = most = rank.payload_bytes
+    if least <= payload <= most:
+        return ""
+    return f"{least}{f'..{most}' if most > least else ''} bytes, as planned"
 
 
 def _conversion(converted: bool) -> str:  # noqa: FBT001 - one word of two

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tonnage.profile import Profile
     from tonnage.topology import Topology
 
-_POOL_LINES = ("weights.", "padding.", "engine.", "draft.")
+_POOL_LINES = ("weights.", "padding.", "engine.", "draft.", "runtime.multimodal")
 _CONTEXT = "runtime.context"
 _PAGE_TOKENS = 256
 _DIGITS = 1000
@@ -111,7 +111,7 @@ def _free(gpu_bytes: int | None, binding: RankLedger) -> int | None:
 
 
 def _fraction(plan: Plan, supply: Supply, budget: int) -> Fraction:
-    """Return the share of the memory free before weights that weights, draft and pools take; rounded up.
+    """Return the share of the memory free before weights that weights, draft, pools and their reserve take; rounded up.
 
     What is free then is least beside a context at its bound; if more is, the tokens of the plan are the limit.
     """

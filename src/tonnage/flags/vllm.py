@@ -18,7 +18,7 @@ from tonnage.flags.values import (
     parse_version,
     unused,
 )
-from tonnage.memory.budget import DEFAULT_UTILIZATION, VllmBudget, utilization_text
+from tonnage.memory.budget import DEFAULT_UTILIZATION, highest_utilization, requested_bytes, utilization_text
 from tonnage.memory.cache_dtypes import engine_kv_dtype
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def _problems(serve: ServePlan) -> Iterator[Problem]:
             where="prefill chunk", what="vLLM refuses steps of fewer tokens than sequences",
             expected=f"at least {serve.concurrency}", found=str(serve.prefill_chunk_tokens),
         )  # fmt: skip
-    budget = _budget(serve)
-    if budget is not None and not budget.highest_utilization:
+    memory = _memory(serve)
+    if memory is not None and not highest_utilization(*memory):
         yield Problem(where="free memory", what="less than a ten-thousandth of the GPU", found=str(serve.free_bytes))
     if serve.kv_bytes is not None and serve.kv_blocks is not None:
         yield Problem(where="cache", what="given in bytes and in blocks", expected="one of them")
@@ -122,9 +122,9 @@ def _load_words(serve: ServePlan) -> list[str]:
 
 
 def _memory_words(serve: ServePlan, notes: list[str]) -> list[str]:
-    utilization, budget = serve.fraction or DEFAULT_UTILIZATION, _budget(serve)
-    if budget is not None and budget.refusal is not None:
-        utilization = budget.highest_utilization
+    utilization, memory = serve.fraction or DEFAULT_UTILIZATION, _memory(serve)
+    if memory is not None and requested_bytes(memory[0], utilization) > memory[1]:
+        utilization = highest_utilization(*memory)
         notes.append(f"utilization lowered to {utilization_text(utilization)}: no more is free")
     words = ["--kv-cache-dtype", _kv_dtype(serve.kv_dtype)]
     words += ["--gpu-memory-utilization", utilization_text(utilization)]
@@ -135,12 +135,10 @@ def _memory_words(serve: ServePlan, notes: list[str]) -> list[str]:
     return words
 
 
-def _budget(serve: ServePlan) -> VllmBudget | None:
-    """Return the budget of a plan that states the GPU and what is free on it, and states both right."""
-    total, free, utilization = serve.total_bytes, serve.free_bytes, serve.fraction or DEFAULT_UTILIZATION
-    if total is None or free is None or not 0 <= free <= total or not total or not 0 < utilization <= 1:
-        return None
-    return VllmBudget(total_bytes=total, free_bytes=free, utilization=utilization)
+def _memory(serve: ServePlan) -> tuple[int, int] | None:
+    """Return the GPU and what is free on it, of a plan that states both and states them right."""
+    total, free = serve.total_bytes, serve.free_bytes
+    return (total, free) if total and free is not None and 0 <= free <= total else None
 
 
 def _draft_text(draft: DraftPlan) -> str:

@@ -12,7 +12,7 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tonnage.errors import ConfigError, Problem, raise_if_any
@@ -118,24 +118,6 @@ def uniform_row_bytes(geometry: SlotGeometry) -> int:
     return geometry.num_experts * 3 * _section_bytes(geometry, geometry.bits, geometry.bits)
 
 
-def pair_row_bytes(geometry: SlotGeometry, fc1_kinds: Sequence[str], fc2_kinds: Sequence[str]) -> int:
-    """Return the used bytes of one row whose experts have these rates for gate and up, and for down.
-
-    Raises:
-        ConfigError: Not one kind per expert, or a kind the manifest does not declare.
-    """
-    problems = [
-        Problem(where=table, what="not one rate per expert", expected=str(geometry.num_experts), found=str(len(kinds)))
-        for table, kinds in (("rates_fc1", fc1_kinds), ("rates_fc2", fc2_kinds))
-        if len(kinds) != geometry.num_experts
-    ]
-    undeclared = {*fc1_kinds, *fc2_kinds}.difference(geometry.pair_kinds)
-    problems += [Problem(where="rates", what="kind is not declared", found=kind) for kind in sorted(undeclared)]
-    raise_if_any(ConfigError, problems)
-    section = {kind: _section_bytes(geometry, *PAIR_BITS[kind]) for kind in geometry.pair_kinds}
-    return 2 * sum(section[kind] for kind in fc1_kinds) + sum(section[kind] for kind in fc2_kinds)
-
-
 def aligned_row_bytes(geometry: SlotGeometry, used_bytes: int) -> int:
     """Return the row stride for the largest used row: rounded up to the row alignment."""
     return -(-used_bytes // geometry.row_alignment) * geometry.row_alignment
@@ -170,11 +152,6 @@ def layer_tensors(
     if geometry.intermediate_hadamard:
         tensors.append(LayerTensor(name=dialect.sign_pattern, dtype="U8", shape=(experts,)))
     return tuple(tensors)
-
-
-def layer_payload_bytes(geometry: SlotGeometry, *, row_stride_bytes: int | None = None) -> int:
-    """Return the payload of one layer file, exactly; header not included. Raises as ``layer_tensors``."""
-    return sum(tensor.nbytes for tensor in layer_tensors(geometry, row_stride_bytes=row_stride_bytes))
 
 
 def rank_layer_bytes(geometry: SlotGeometry, slots: int, *, row_stride_bytes: int | None = None) -> int:

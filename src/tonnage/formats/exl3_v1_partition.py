@@ -6,11 +6,10 @@ nothing is padded in storage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 from tonnage.errors import PlacementError, Problem
-from tonnage.formats.exl3_v1 import SlotGeometry, rank_layer_bytes
+from tonnage.formats.exl3_v1 import SlotGeometry
 
 FORK_TP_SIZES = range(2, 25)
 _FORK_TP_WITH_DOUBLE_STEP = 10
@@ -85,30 +84,6 @@ def fork_extents(geometry: SlotGeometry, tp_size: int, layer_position: int) -> t
         else:
             extents.append(_share(second, tp_size - first_owners, owner - first_owners, alignment))
     return tuple(extents)
-
-
-def fork_partition(geometry: SlotGeometry, tp_size: int) -> tuple[tuple[range, ...], ...]:
-    """Return ``fork_extents`` of every layer, in ascending order of layers."""
-    return tuple(fork_extents(geometry, tp_size, position) for position in range(len(geometry.moe_layer_indices)))
-
-
-def rank_bytes(
-    geometry: SlotGeometry, partition: Sequence[Sequence[range]], *, row_stride_bytes: int | None = None
-) -> tuple[int, ...]:
-    """Return what each rank holds of all layers, as stored.
-
-    Args:
-        geometry: The container.
-        partition: For every layer, the slots of every rank.
-        row_stride_bytes: As in ``layer_tensors``, the same for all layers.
-
-    Raises:
-        ConfigError: As ``layer_tensors``.
-    """
-    return tuple(
-        sum(rank_layer_bytes(geometry, len(extent), row_stride_bytes=row_stride_bytes) for extent in extents)
-        for extents in zip(*partition, strict=True)
-    )
 
 
 def _share(segment: range, owners: int, owner: int, alignment: int) -> range:

@@ -9,11 +9,9 @@ formats themselves are in the sibling modules.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
 from typing import Literal
 
 from tonnage.errors import Problem, UnknownFormatError
-from tonnage.formats.dtypes import payload_bytes
 
 Axis = Literal["out", "in", "stack", "none"]
 MODEL_DTYPE = "model"
@@ -43,10 +41,6 @@ class Part:
     dtype: str
     dims: tuple[Dim, ...]
     optional: bool = False
-
-    def carries(self, axis: Axis) -> bool:
-        """Whether a cut along the logical axis cuts this tensor; otherwise every rank holds it whole."""
-        return any(dim.axis == axis for dim in self.dims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,23 +105,3 @@ def stored_shape(part: Part, out: int, in_: int, *, where: str) -> tuple[int, ..
             )
         shape.append(-(-extent // dim.per))
     return tuple(shape)
-
-
-def stored_bytes(fmt: StorageFormat, out: int, in_: int, *, model_dtype: str, where: str = "weight") -> int:
-    """Return the exact payload bytes of one ``[out, in]`` weight in a format: codes, scales and markers, no header.
-
-    Raises:
-        UnknownFormatError: The extents do not suit the format.
-    """
-    out, in_ = -(-out // fmt.pads_to) * fmt.pads_to, -(-in_ // fmt.pads_to) * fmt.pads_to
-    return sum(
-        payload_bytes(
-            model_dtype if part.dtype == MODEL_DTYPE else part.dtype, stored_shape(part, out, in_, where=where)
-        )
-        for part in fmt.parts
-    )
-
-
-def joint_grain(*grains: int) -> int:
-    """Return the smallest cut step that suits all of them."""
-    return lcm(*grains) if grains else 1

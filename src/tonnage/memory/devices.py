@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tonnage.errors import DriverError, Problem
-from tonnage.memory.budget import least_free_rank
 from tonnage.memory.supply import Supply
 from tonnage.units import gib
 
@@ -87,7 +86,7 @@ def free_supply(devices: Sequence[DeviceMemory], ranks: int) -> Supply:
         raise DriverError(
             Problem(where="--free", what="fewer GPUs than ranks", expected=str(ranks), found=str(len(devices)))
         )
-    fullest = devices[least_free_rank([device.free_bytes for device in devices[:ranks]])]
+    fullest = min(devices[:ranks], key=lambda device: device.free_bytes)
     if not fullest.free_bytes:
         raise DriverError(Problem(where="--free", what="nothing is free", found=f"{fullest.label}, {fullest.name}"))
     which = fullest.label if ranks == 1 else f"least free of {ranks}: {fullest.label}"

@@ -48,9 +48,9 @@ def runtime_terms(
     """Return the terms of one rank beside weights and cache, in report order.
 
     Components: ``runtime.context`` (before the engine's first snapshot; a supply measured as free memory of a running
-    process is without it), ``runtime.libraries``, ``runtime.buffers``, ``runtime.graphs``, ``runtime.slack``, and
-    ``workspace.activation``, which is transient. A topology without an engine (``split``) takes vLLM's rules,
-    corrected by what published packages show of their sum.
+    process is without it), ``runtime.libraries``, ``runtime.buffers``, ``runtime.multimodal``, ``runtime.graphs``,
+    ``runtime.slack``, and ``workspace.activation``, which is transient. A topology without an engine (``split``) takes
+    vLLM's rules, corrected by what published packages show of their sum.
 
     Args:
         shape: The rank.

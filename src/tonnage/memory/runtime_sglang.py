@@ -1,7 +1,8 @@
 """What SGLang holds beside weights and cache. Nothing is measured at start: it must fit in what its fraction leaves.
 
 Source:
-    SGLang 0.5.23 ``model_executor/model_runner.py``, ``server_args.py``, ``mem_cache/memory_pool.py``.
+    SGLang 0.5.23 ``model_executor/model_runner.py``, ``server_args.py``, ``mem_cache/memory_pool.py``,
+    ``mem_cache/kv_cache_configurator.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 WORKSPACE_BYTES = 512 * MIB
 """Attention workspace of the larger backends; the engine's own default reserve starts with it."""
+EMBEDDING_CACHE_BYTES, FEATURE_TRANSPORT_BYTES = 100 * MIB, GIB
+"""Off the cache of every rank of a multimodal model: SGLANG_VLM_CACHE_SIZE_MB and, from 0.5.17 on, for features that
+stay on the GPU SGLANG_MM_FEATURE_CACHE_MB (``--mm-feature-transport cpu`` does without)."""
 LARGEST_PREFILL_CAPTURE = 8192
 LINKED_TP = 4
 
@@ -58,7 +62,7 @@ def prefill_sizes(last: int) -> tuple[int, ...]:
 def sglang_terms(
     shape: ModelShape, serving: Serving, deployment: Deployment, records: Sequence[TermRecord]
 ) -> tuple[Term, ...]:
-    """Return SGLang's terms: context, request table and workspace, decode and prefill graphs, activations."""
+    """Return SGLang's terms: context, request table and workspace, multimodal reserve, graphs, activations."""
     nbytes = context_bytes(deployment.topology, routed=shape.routed is not None)
     context = calibrated(
         "runtime.context", (nbytes, nbytes), case_of("context", deployment, shape.kind), records,
@@ -69,7 +73,8 @@ def sglang_terms(
         "workspace.activation", (peak.nbytes, peak.most), case_of("activation", deployment, shape.kind), records,
         transient=True, rule=f"vLLM's rules for {serving.batched_tokens} tokens: {peak.binding}",
     )  # fmt: skip
-    return context, _buffers(serving), _graphs(shape, serving, deployment, records), activation
+    graphs = _graphs(shape, serving, deployment, records)
+    return context, _buffers(serving), *_multimodal(shape), graphs, activation
 
 
 def _buffers(serving: Serving) -> Term:
@@ -78,6 +83,15 @@ def _buffers(serving: Serving) -> Term:
         component="runtime.buffers", nbytes=table, bound_nbytes=table + WORKSPACE_BYTES, basis="modelled",
         source=f"request table of {serving.max_seqs} + 1 requests; the bound has an attention workspace",
     )  # fmt: skip
+
+
+def _multimodal(shape: ModelShape) -> tuple[Term, ...]:
+    """Return what SGLang takes off the cache for images and sound, on every rank of a model that reads them."""
+    if not shape.multimodal:
+        return ()
+    nbytes = EMBEDDING_CACHE_BYTES + FEATURE_TRANSPORT_BYTES
+    source = "SGLang 0.5.23: 100 MiB of embeddings, 1 GiB of features (--mm-feature-transport)"
+    return (Term(component="runtime.multimodal", nbytes=nbytes, bound_nbytes=nbytes, basis="modelled", source=source),)
 
 
 def _graphs(shape: ModelShape, serving: Serving, deployment: Deployment, records: Sequence[TermRecord]) -> Term:

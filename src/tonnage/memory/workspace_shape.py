@@ -90,7 +90,8 @@ class ModelShape:
         latent_up_width: Outputs of this rank's key and value up-projection of one latent.
         index_width: Elements of an indexer key; 0 without an indexer.
         index_pool: Tokens that share an indexer key.
-        encoder: Vision tower, if any.
+        encoder: Vision tower of this rank, if any.
+        multimodal: Whether the model reads images or sound, on whatever rank.
         layer_bytes: Weights of the heaviest layer on this rank.
         module_bytes: Largest fused weight on this rank, stacks of experts excepted.
         module_elements: Elements of the largest single weight on this rank.
@@ -112,6 +113,7 @@ class ModelShape:
     index_width: int = 0
     index_pool: int = 1
     encoder: EncoderShape | None = None
+    multimodal: bool = False
     layer_bytes: int = 0
     module_bytes: int = 0
     module_elements: int = 0

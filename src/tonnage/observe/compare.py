@@ -8,54 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
-
-import msgspec
 
 from tonnage.observe.figures import Quantity, total
 from tonnage.observe.ledger import Entry
 from tonnage.observe.ranks import Rank
 from tonnage.observe.reader import Observation, RankObservation
-
-
-class PlannedLine(msgspec.Struct, frozen=True, kw_only=True):
-    """What is used of a line of a plan document."""
-
-    component: str
-    nbytes: Annotated[int, msgspec.Meta(ge=0)]
-    bound_nbytes: Annotated[int, msgspec.Meta(ge=0)]
-    transient: bool
-
-
-class PlannedRank(msgspec.Struct, frozen=True, kw_only=True):
-    """What is used of a rank of a plan document."""
-
-    rank: int
-    lines: tuple[PlannedLine, ...]
-
-
-class PlannedTopology(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes the plan is for."""
-
-    tp: int
-    pp: int = 1
-
-
-class PlannedCache(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan says of the cache; nothing if it holds none."""
-
-    bytes_per_token_per_rank: int | None = None
-    capacity_tokens: int | None = None
-    given_bytes: int | None = None
-
-
-class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """What is used of a plan document, ``tonnage.plan/1``."""
-
-    topology: PlannedTopology
-    ranks: tuple[PlannedRank, ...]
-    engine: str = ""
-    cache: PlannedCache = PlannedCache()
+from tonnage.saved_plan import SavedLine, SavedPlan, SavedRank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +38,12 @@ class Comparison:
     exceeds: bool | None
 
 
-def compare(observation: Observation, plan: PlanDocument) -> tuple[Comparison, ...]:
+def compare(observation: Observation, plan: SavedPlan) -> tuple[Comparison, ...]:
     """Return every figure of every rank that the plan has lines for."""
     return tuple(row for rank in observation.ranks for row in _compare_rank(rank, plan))
 
 
-def topology_mismatch(observation: Observation, plan: PlanDocument) -> tuple[str, int, int] | None:
+def topology_mismatch(observation: Observation, plan: SavedPlan) -> tuple[str, int, int] | None:
     """Return the axis whose size differs, with the plan's and the log's size; nothing if none is known to differ."""
     for axis, planned in (("tp", plan.topology.tp), ("pp", plan.topology.pp)):
         said = observation.settings.get(axis)
@@ -128,7 +86,7 @@ _BY_ANY = {
 """Groups by the first part of a component, and then by any part, in this order."""
 
 
-def group_of(line: PlannedLine) -> str:
+def group_of(line: SavedLine) -> str:
     """Return which measured figure a planned line belongs to."""
     parts = line.component.split(".")
     if "load" not in parts and parts[0] in _BY_FIRST:
@@ -137,7 +95,7 @@ def group_of(line: PlannedLine) -> str:
     return next(named, "activation" if line.transient else "persistent")
 
 
-def _compare_rank(rank: RankObservation, plan: PlanDocument) -> Iterable[Comparison]:
+def _compare_rank(rank: RankObservation, plan: SavedPlan) -> Iterable[Comparison]:
     planned = [_grouped(one.lines) for one in _ranks_for(rank.rank, plan)]
     entries = {entry.component: entry for entry in rank.ledger}
     split = "draft.weights" in entries
@@ -180,7 +138,7 @@ def _comparison(
     )
 
 
-def _grouped(lines: Iterable[PlannedLine]) -> dict[str, tuple[int, int]]:
+def _grouped(lines: Iterable[SavedLine]) -> dict[str, tuple[int, int]]:
     """Add up the lines of each group: persistent ones all, of transient ones the largest."""
     sums: dict[str, list[int]] = {}
     peaks: dict[str, list[int]] = {}
@@ -215,7 +173,7 @@ def _largest(planned: Iterable[Mapping[str, tuple[int, int]]], groups: tuple[str
     return expected, bound
 
 
-def _ranks_for(rank: Rank, plan: PlanDocument) -> tuple[PlannedRank, ...]:
+def _ranks_for(rank: Rank, plan: SavedPlan) -> tuple[SavedRank, ...]:
     """Return the planned rank a logged one is, or all of them where its prefix does not say."""
     tp_rank, pp_rank = rank.place("TP"), rank.place("PP")
     known = (tp_rank is not None or plan.topology.tp == 1) and (pp_rank is not None or plan.topology.pp == 1)

@@ -13,17 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from tonnage.checkpoint.io import read_bytes
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import ObservationError, Problem
-from tonnage.observe.compare import Comparison, PlanDocument, compare, topology_mismatch
+from tonnage.observe.compare import Comparison, compare, topology_mismatch
 from tonnage.observe.reader import MARKERS, LogReader, Observation
 from tonnage.observe.scan import LONGEST_LINE, lines_with
+from tonnage.saved_plan import PLAN_LIMIT_BYTES, SavedPlan, read_plan
 
-PLAN_SCHEMA = "tonnage.plan/1"
-PLAN_LIMIT_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
 _UTF16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
@@ -54,7 +51,7 @@ class Observed:
 
     observation: Observation
     log: LogFile
-    plan: PlanDocument | None = None
+    plan: SavedPlan | None = None
     comparisons: tuple[Comparison, ...] = ()
 
     @property
@@ -69,10 +66,10 @@ def observe_log(path: str, plan_path: Path | None = None) -> Observed:
     Raises:
         ObservationError: One of them cannot be used, or the plan is for another number of ranks than the log.
     """
-    return hold_against(path, None if plan_path is None else read_plan(plan_path))
+    return hold_against(path, None if plan_path is None else read_plan_file(plan_path))
 
 
-def hold_against(path: str, plan: PlanDocument | None) -> Observed:
+def hold_against(path: str, plan: SavedPlan | None) -> Observed:
     """Return what a log says, beside a plan if there is one.
 
     Raises:
@@ -93,10 +90,10 @@ def observe_text(text: str, document: dict[str, object] | None = None) -> Observ
     return _beside(observation, log, plan, "log")
 
 
-def _beside(observation: Observation, log: LogFile, plan: PlanDocument | None, where: str) -> Observed:
+def _beside(observation: Observation, log: LogFile, plan: SavedPlan | None, where: str) -> Observed:
     if plan is None:
         return Observed(observation=observation, log=log)
-    if plan.engine not in ("", "split", observation.engine):
+    if plan.engine not in ("split", observation.engine):
         what = "the log is of another engine than the plan"
         raise ObservationError(Problem(where=where, what=what, expected=plan.engine, found=observation.engine))
     mismatch = topology_mismatch(observation, plan)
@@ -184,33 +181,23 @@ def _first_end(data: bytes) -> int:
     return min(ends, default=-1)
 
 
-def read_plan(path: Path) -> PlanDocument:
-    """Return what is used of a plan document.
+def read_plan_file(path: Path) -> SavedPlan:
+    """Return a plan document.
 
     Raises:
-        ObservationError: It cannot be read, is no JSON object, is of another schema, or lacks what is used.
+        ObservationError: It cannot be read, or is no plan.
     """
     raw = read_bytes(path, limit_bytes=PLAN_LIMIT_BYTES, kind=ObservationError)
     return plan_of(parse_object(raw, where=str(path), kind=ObservationError), where=str(path))
 
 
-def plan_of(document: Mapping[str, Any], *, where: str) -> PlanDocument:
-    """Return what is used of a plan document that was parsed.
+def plan_of(document: Mapping[str, Any], *, where: str) -> SavedPlan:
+    """Return a plan document that was parsed.
 
     Raises:
-        ObservationError: It is of another schema, or lacks what is used.
+        ObservationError: It is no plan.
     """
-    schema = document.get("schema")
-    if schema != PLAN_SCHEMA:
-        found = schema if isinstance(schema, str) else "none"
-        raise ObservationError(Problem(where=where, what="not a plan", expected=PLAN_SCHEMA, found=found))
-    try:
-        plan = msgspec.convert(document, type=PlanDocument, strict=True)
-    except msgspec.ValidationError as error:
-        raise ObservationError(Problem(where=where, what="not a plan", found=str(error))) from error
-    if not plan.ranks:
-        raise ObservationError(Problem(where=where, what="a plan without ranks"))
-    return plan
+    return read_plan(document, where=where, kind=ObservationError)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ NAN_CODE, NAN_SCALE = 0x7F, 255
 WORDS_FROM = 12  # lowest scale byte of the 16-bit way: below half a step of E4M3 lies what is subnormal in BF16
 
 # numba compiles a loop per type of argument: these stand for the dtypes.
-BF16, F16, FLOAT = types.uint16, types.int16, types.float32
+BF16, F16 = types.uint16, types.int16
 
 # Slots of a tally, int64 each. Sums of squares are kept per scale byte, 128 bits each; see ``_add_errors``.
 ZERO, SATURATED, NONFINITE, FIRST, TOP = range(5)

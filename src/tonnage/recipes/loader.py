@@ -95,14 +95,11 @@ def load_recipe(family: str) -> Recipe:
         RecipeError: A key, role, pattern or expression in it is wrong.
     """
     recipe_name = str(families()[family].get("recipe", family))
-    data = _toml(recipe_name, _read(f"{recipe_name}.toml"))
-    return Recipe(
-        family=family, source=str(data.get("source", "")), sections=tuple(_sections(recipe_name, data, _Part()))
-    )
+    return replace(parse_recipe(recipe_name, _read(f"{recipe_name}.toml")), family=family)
 
 
 def parse_recipe(name: str, text: str) -> Recipe:
-    """Return a recipe from TOML text, for tests and for families that are not shipped.
+    """Return a recipe from TOML text.
 
     Raises:
         RecipeError: It is no TOML, or a key, role, pattern or expression in it is wrong.

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tonnage.report.saved import SavedLine, SavedPlan, SavedRank, held_together
+from tonnage.report.saved import held_together
+from tonnage.saved_plan import SavedLine, SavedPlan, SavedRank
 from tonnage.units import MIB, ranges, unit_for
 
 PartKind = Literal[

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tonnage.report.bars import size_words
-from tonnage.report.saved import SavedPlan, SavedRank
+from tonnage.saved_plan import SavedPlan, SavedRank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tonnage.memory.supply import gpu_table, supply_bytes
+from tonnage.plan import PLAN_SCHEMA
 from tonnage.recipes.loader import families, load_recipe
 from tonnage.serving import model_context
 from tonnage.version import __version__
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from tonnage.plan import Plan, RankLedger
     from tonnage.regions import Regions
 
-PLAN_SCHEMA = "tonnage.plan/1"
 FIT_SCHEMA = "tonnage.fit/1"
 FLAGS_SCHEMA = "tonnage.flags/1"
 GPUS_SCHEMA = "tonnage.gpus/1"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tonnage.report.bars import size_words
-from tonnage.report.saved import SavedPlan
 from tonnage.report.svg import HUNDREDTHS, LETTER, anchor, px, safe
+from tonnage.saved_plan import SavedPlan
 from tonnage.units import GIB, MIB
 
 _TOP, _FOOT, _LEFT, _HEIGHT = 28, 44, 46, 300

@@ -8,13 +8,14 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tonnage.observe.compare import Comparison, PlanDocument
+from tonnage.observe.compare import Comparison
 from tonnage.observe.figures import FIGURES, Quantity, Reading
 from tonnage.observe.io import Observed
 from tonnage.observe.ledger import Entry
 from tonnage.observe.reader import Figures, Observation, RankObservation
 from tonnage.observe.record import Value, row
 from tonnage.report.tables import add_row, new_table
+from tonnage.saved_plan import SavedPlan
 from tonnage.units import gib
 from tonnage.version import __version__
 
@@ -215,7 +216,7 @@ def _planned(planned: Mapping[str, Comparison], component: str) -> tuple[str, ..
     return ("", "") if one is None else (gib(one.planned_nbytes), gib(one.bound_nbytes) + ("!" if one.exceeds else ""))
 
 
-def _capacity(observation: Observation, plan: PlanDocument) -> list[RenderableType]:
+def _capacity(observation: Observation, plan: SavedPlan) -> list[RenderableType]:
     tokens = row(observation)["kv_tokens"]
     planned = plan.cache.capacity_tokens
     if not isinstance(tokens, int) or planned is None:

@@ -17,7 +17,8 @@ from tonnage.report.bars import Bar, bars, kind_of, size_words
 from tonnage.report.changes import changes, signed_size
 from tonnage.report.growth import draw_growth, growth_of, growth_words
 from tonnage.report.picture import PICTURE_STYLE, draw_ranks
-from tonnage.report.saved import SavedPlan, SavedRank, SavedRemark, read_saved
+from tonnage.report.saved import read_saved
+from tonnage.saved_plan import SavedPlan, SavedRank, SavedRemark
 from tonnage.units import unit_for
 
 if TYPE_CHECKING:

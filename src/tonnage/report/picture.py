@@ -13,9 +13,10 @@ from itertools import pairwise
 from typing import Any
 
 from tonnage.report.bars import LABELS, Bar, Part, bar_words, bars, size_words
-from tonnage.report.saved import SavedPlan, read_saved
+from tonnage.report.saved import read_saved
 from tonnage.report.svg import HUNDREDTHS, LETTER, MARKS, ON_LIGHT, anchor, patterns, px, safe
 from tonnage.report.svg import PICTURE_STYLE as PICTURE_STYLE  # noqa: PLC0414 - pages take it from here
+from tonnage.saved_plan import SavedPlan
 from tonnage.units import GIB, MIB
 
 WIDTH = 860

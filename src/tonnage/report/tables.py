@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tonnage.inspection import Inspection, Sum
     from tonnage.memory.supply import Gpu
     from tonnage.plan import Plan, RankLedger
-    from tonnage.report.saved import SavedPlan
+    from tonnage.saved_plan import SavedPlan
 
 _NUMBERS = ("files", "bytes", "GiB", "MiB", "tensors", "nominal GB", "planned", "bound", "measured", "difference")
 """What the heads of columns of numbers end with."""

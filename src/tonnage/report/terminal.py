@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.text import Text
 
 from tonnage.report.bars import Bar, PartKind, bars, size_words
-from tonnage.report.saved import SavedPlan
+from tonnage.saved_plan import SavedPlan
 from tonnage.units import unit_for
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from tonnage.checkpoint.io import CheckpointHeaders, read_bytes
 from tonnage.errors import CheckpointError, FlagsError, Problem, one_line, raise_if_any
 from tonnage.export.agreement import read_package_plan, read_provenance
 from tonnage.export.manifest import MANIFEST_LIMIT_BYTES, PackageError, Parallel, parse_manifest
-from tonnage.export.planned import Planned, PlannedProfile, read_plan
 from tonnage.export.provenance import read_origin
 from tonnage.matching import assign_headers
 from tonnage.plan import Plan
@@ -23,6 +22,7 @@ from tonnage.prepare.output_dir import is_package
 from tonnage.prepare.reader import TensorView, layer_files, open_rank
 from tonnage.prepare.summary import SUMMARY_LIMIT_BYTES, read_summary
 from tonnage.recipes.blueprint import blueprint_of
+from tonnage.saved_plan import SavedPlan, SavedProfile, read_plan
 from tonnage.serve.parts import whole_tensors
 from tonnage.topology import Topology
 
@@ -52,12 +52,12 @@ class Served:
     layout: Literal["tp", "hf"] = "hf"
     topology: Parallel | None = None
     engine: str = ""
-    recorded: Planned | None = None
+    recorded: SavedPlan | None = None
 
     @property
-    def profile(self) -> PlannedProfile:
+    def profile(self) -> SavedProfile:
         """What it was made to serve, as far as its plan says so."""
-        return self.recorded.profile if self.recorded else PlannedProfile()
+        return self.recorded.profile if self.recorded else SavedProfile()
 
     def check(self, engine: str) -> None:
         """Refuse what is cut by other rules than those of the engine.
@@ -121,7 +121,7 @@ class _Record:
     engine: str
     digest: str
     ranks: tuple[int, ...]
-    recorded: Planned | None
+    recorded: SavedPlan | None
 
 
 def _package(directory: Path) -> Served:
@@ -155,7 +155,7 @@ def _prepared(directory: Path) -> Served:
         engine=identity.engine,
         digest=identity.checkpoint,
         ranks=identity.ranks,
-        recorded=None if summary.plan is None else read_plan(summary.plan, where=SUMMARY),
+        recorded=None if summary.plan is None else read_plan(summary.plan, where=SUMMARY, kind=PackageError),
     )
     return _served(directory, record)
 
@@ -208,7 +208,7 @@ def _tensors(directory: Path, topology: Topology) -> Iterator[TensorView]:
             yield from view.tensors.values()
 
 
-def _differences(name: str, planned: Mapping[int, int], recorded: Planned) -> Iterator[Problem]:
+def _differences(name: str, planned: Mapping[int, int], recorded: SavedPlan) -> Iterator[Problem]:
     before = {rank.rank: rank.role_bytes for rank in recorded.ranks if rank.lines}
     for rank, nbytes in before.items():
         if planned.get(rank) != nbytes:

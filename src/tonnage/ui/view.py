@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tonnage.errors import Problem, one_line
 from tonnage.report.bars import Bar, bars, size_words
 from tonnage.report.growth import growth_of, growth_words
-from tonnage.report.saved import SavedPlan
+from tonnage.saved_plan import SavedPlan
 from tonnage.ui.choices import LABELS
 from tonnage.ui.state import CONFIG_NAME, DEFAULTS, PageState, State, fields_of, query_of, said, suggested
 from tonnage.units import gib
