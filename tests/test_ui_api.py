@@ -163,6 +163,17 @@ def test_flags_are_what_the_command_prints(client, place):
     assert hub.json() == printed("flags", path, *words, "--model", "org/name", "--quantization", "fp8")
 
 
+def test_flags_of_everything_a_plan_depends_on_are_what_the_command_prints(client, place):
+    path = place / "models" / "small"
+    body = {"checkpoint": {"path": str(path)}, "engine": "vllm", "gpu": "h100", "profile": "c4-p1024", "context": 1024,
+            "convert": "mxfp8", "utilization": "0.5", "draft_bytes": "1GiB"}  # fmt: skip
+    words = ("--engine", "vllm", "--gpu", "h100", "--profile", "c4-p1024", "--context", 1024, "--convert", "mxfp8",
+             "--utilization", "0.5", "--draft-bytes", "1GiB")  # fmt: skip
+    found = client.post("/api/flags", json=body).json()
+    assert found == printed("flags", path, *words)
+    assert f"tonnage prepare {path} --layout hf --convert mxfp8 -o small-mxfp8" in found["notes"][0]
+
+
 def test_flags_of_a_plan_that_does_not_fit_are_refused_with_its_reasons(client):
     answer = client.post("/api/flags", json={**EXAMPLES["flags"], "supply": "1GiB", "gpu": None})
     assert answer.status_code == 422

@@ -103,16 +103,22 @@ def test_a_refused_plan_has_a_button_for_each_suggestion(shelf) -> None:
 
 NO_LAUNCH = {
     "split": ({"engine": "split"}, "Prepared ranks are launched by what they are prepared for: choose its engine."),
-    "converted": (
-        {"checkpoint": str(CONFIGS / "Qwen__Qwen3-8B.json"), "convert": "mxfp8"},
-        "Converted weights are launched from what tonnage prepare writes.",
-    ),
     "no profile": (
         {"concurrency": "", "prefill": "", "context": ""},
         "Say how many requests of which context are served, and there is a command.",
     ),
     "no command": ({"draft_method": "dspark", "draft_tokens": "4"}, None),
 }
+
+
+def test_the_command_of_a_page_is_for_the_plan_it_shows(shelf) -> None:
+    model = {"checkpoint": str(CONFIGS / "Qwen__Qwen3-8B.json")}
+    found = Shape(page(shelf, **QWEN | model | {"convert": "mxfp8", "utilization": "0.8", "draft_bytes": "1GiB"})).text
+    (command,) = (text for text in found if text.startswith("vllm serve "))
+    assert command.startswith("vllm serve Qwen__Qwen3-8B-mxfp8 ")
+    assert " --gpu-memory-utilization 0.8 " in command
+    notes = [text for text in found if "stands in for what" in text or "left for a draft" in text]
+    assert len(notes) == 2
 
 
 @pytest.mark.parametrize(("state", "words"), NO_LAUNCH.values(), ids=NO_LAUNCH)

@@ -14,14 +14,17 @@ from tonnage.cli.options import (
     DraftTokens,
     Eager,
     EngineVersion,
+    EpOfCut,
     Free,
     GpuName,
     Json,
     KvBytes,
     KvDtype,
     Method,
+    PpOfCut,
     Reserve,
     SupplySize,
+    TpOfCut,
     Utilization,
     note,
 )
@@ -50,9 +53,9 @@ def serve(
         Literal["gpu", "cpu"] | None,
         typer.Option("--device", help="What the engine runs on; as it is built, if known."),
     ] = None,
-    tp: Annotated[int | None, typer.Option("--tp", help="Tensor-parallel size; of a package, its own.")] = None,
-    ep: Annotated[int | None, typer.Option("--ep", help="Expert-parallel size; of a package, its own.")] = None,
-    pp: Annotated[int | None, typer.Option("--pp", help="Pipeline-parallel size; of a package, its own.")] = None,
+    tp: TpOfCut = None,
+    ep: EpOfCut = None,
+    pp: PpOfCut = None,
     dcp: Dcp = 1,
     gpu: GpuName = None,
     supply: SupplySize = None,
@@ -122,7 +125,7 @@ def serve(
     served = open_served(package)
     served.check(engine)
     step.check_hashed(served, fast=fast)
-    sizes = step.sizes(served, tp=tp, ep=ep, pp=pp)
+    sizes = served.sizes(tp=tp, ep=ep, pp=pp)
     memory = step.asked_memory(
         device or program.device, sizes.world_size, gpu=gpu, supply=supply, free=free, utilization=utilization
     )
