@@ -487,7 +487,7 @@ def _located(
         return source, None
     if isinstance(source, str) and is_remote(source):
         parent, file = split_file(source)
-        place = open_source(parent, limits=limits, transfer=transfer)
+        place = open_source(parent, limits=limits, transfer=transfer, whole=file is None)
         if file is None and not place.has(_CONFIG):
             raise CheckpointError(_no_config(place.address))
         return place, file
