@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -245,6 +247,33 @@ def command(
     document = plan_document(served.checkpoint, request, plan, ())
     document["cache"]["given_bytes"] = serve.kv_bytes
     return found, document
+
+
+def emit_dry_run(
+    served: Served,
+    request: PlanRequest,
+    plan: Plan,
+    document: dict[str, Any],
+    words: tuple[str, ...],
+    environment: Mapping[str, str],
+    *,
+    verified: bool,
+    as_json: bool,
+) -> None:
+    """Print the plan, and the command with the variables it is given beyond those of this process."""
+    variables = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+    if as_json:
+        facts = {"package": served.name, "kind": served.kind, "verified": verified, "device": request.device}
+        command = {"words": list(words), "environment": variables}
+        emit_json({"schema": "tonnage.serve-dry-run/1", **facts, **command, "plan": document})
+        return
+    from tonnage.report.tables import plan_table, render
+
+    emit(render(plan_table(served.checkpoint, request, plan, ())))
+    emit(shlex.join((*(f"{name}={value}" for name, value in sorted(variables.items())), *words)))
+    if not verified:
+        note(f"warning: {one_line(served.name)} is not verified: --unsigned")
+    note("nothing was started (--dry-run)")
 
 
 def engine_variables(memory: AskedMemory) -> dict[str, str]:
