@@ -190,12 +190,18 @@ def test_observe_is_what_the_command_prints(client):
 
 def test_observe_holds_a_log_against_an_answer_of_plan(client, tmp_path):
     log, saved = LOGS / "vllm_0_27_tp1.log", tmp_path / "plan.json"
-    plan = client.post("/api/plan", json={**EXAMPLES["plan"], "tp": 1}).json()
+    plan = client.post("/api/plan", json={**EXAMPLES["plan"], "tp": 1, "gpu": "rtx-5090"}).json()
     saved.write_text(json.dumps(plan))
     text = log.read_bytes().decode()
+    refused = client.post("/api/observe", json={"log": text, "plan": plan, "gpu": "h100"})
+    assert [problem["what"] for problem in problems(refused)] == [
+        "the log is of another GPU than the plan", "the log is of another model than the plan",
+    ]  # fmt: skip
+    log = tmp_path / "serve.log"
+    log.write_text(text := text.replace("Mixed-30B", "small-llama"))
     answer = client.post("/api/observe", json={"log": text, "plan": plan}).json()
     done = CliRunner().invoke(command, ["observe", str(log), "--plan", str(saved), "--json"])
-    assert done.exit_code == 5  # of another model: it holds more
+    assert done.exit_code == 5  # it holds more
     assert answer == json.loads(done.stdout)
 
 

@@ -184,8 +184,10 @@ def test_two_plans_are_shown_side_by_side(shelf) -> None:
 
 
 def test_a_log_is_held_against_the_plan(shelf) -> None:
-    state = QWEN | {"checkpoint": str(CONFIGS / "meta-llama__Meta-Llama-3.1-8B.json")}
+    state = QWEN | {"checkpoint": str(CONFIGS / "meta-llama__Meta-Llama-3.1-8B.json"), "gpu": "rtx-5090"}
     log = (LOGS / "vllm_0_27_tp1.log").read_text()
+    assert "The log is of another model than the plan" in part(shelf, "view-log", state | {"tp": "1"}, log=log)
+    log = log.replace("Mixed-30B", "Meta-Llama-3.1-8B")
     over = part(shelf, "view-log", state | {"tp": "1"}, log=log)
     assert "A measurement is over its bound" in over
     assert {"over its bound", "within"} <= set(Shape(over).text)
@@ -226,6 +228,8 @@ def places(payload: str) -> Iterator[tuple[str, dict[str, object]]]:
     yield "view", {"config": payload}
     log = (LOGS / "vllm_0_27_tp1.log").read_text().replace("example/Mixed-30B", payload.replace("'", ""))
     yield "view-log", {"config": json.dumps(LLAMA), "log": log}
+    unknown = [line for line in log.splitlines() if "Model loading" not in line and "Free memory" not in line]
+    yield "view-log", {"config": json.dumps(LLAMA), "log": "\n".join(unknown)}  # of which model, nobody can tell
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)

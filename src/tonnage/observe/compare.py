@@ -49,6 +49,24 @@ class PlannedCache(msgspec.Struct, frozen=True, kw_only=True):
     given_bytes: int | None = None
 
 
+class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan is of."""
+
+    name: str = ""
+
+
+class PlannedProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """What it is for; nothing if it is of weights alone."""
+
+    concurrency: int | None = None
+
+
+class PlannedSupply(msgspec.Struct, frozen=True, kw_only=True):
+    """Which GPU of the table, if it is one."""
+
+    gpu: str | None = None
+
+
 class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
     """What is used of a plan document, ``tonnage.plan/1``."""
 
@@ -56,6 +74,9 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[PlannedRank, ...]
     engine: str = ""
     cache: PlannedCache = PlannedCache()
+    checkpoint: PlannedModel = PlannedModel()
+    profile: PlannedProfile = PlannedProfile()
+    supply: PlannedSupply | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,7 @@ class SavedSupply:
 
     basis: Basis
     source: str
+    gpu: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,7 +141,7 @@ def _source_name(address: Address) -> str:
 def _observe(shelf: Shelf, raw: bytes) -> Answer:  # noqa: ARG001 - every answer is called alike
     body = read_body(raw, ObserveBody)
     gpu = None if body.gpu is None else find_gpu(body.gpu).slug
-    return _document(observe_document(observe_text(body.log, body.plan), gpu=gpu))
+    return _document(observe_document(observe_text(body.log, body.plan, gpu=gpu), gpu=gpu))
 
 
 def _report(shelf: Shelf, raw: bytes) -> Answer:
