@@ -20,6 +20,7 @@ from unittest import mock
 
 from tonnage.checkpoint.config import parse_config
 from tonnage.cli import main as tonnage
+from tonnage.observe.io import hold_against, read_plan
 from tonnage.prepare import run as preparing
 from tonnage.synth.io import RehearsalOptions, write_rehearsal
 from tonnage.version import __version__
@@ -123,7 +124,7 @@ def freeze(place: Path, date: str) -> None:
     with contextlib.chdir(ROOT):  # a plan names its config as it was given
         must("plan", *SERVED, into=served)
     must("observe", ROOT / LOG, "--save", "observation.json", "--gpu", "rtx-5090")
-    status = run("observe", ROOT / LOG, "--plan", Path("served-plan.json"))
+    status = 5 if hold_against(str(ROOT / LOG), read_plan(Path("served-plan.json"))).exceeds else 0
     evidence = json.loads((ROOT / EVIDENCE).read_text())
     row = evidence["rows"][0]
     config = evidence["configs"][row["model_id"]]

@@ -29,3 +29,22 @@ def tonnage() -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture
+def tonnage_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The command in this process, to be fast."""
+    from tonnage.cli import main
+
+    monkeypatch.setattr("tonnage.cli.signal.signal", lambda *_: None)
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["tonnage", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        printed = capsys.readouterr()
+        return subprocess.CompletedProcess(words, stopped.value.code or 0, printed.out, printed.err)
+
+    return run

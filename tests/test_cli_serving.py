@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
-
-from tonnage.cli import main
 
 DENSE = "tests/data/configs/Qwen__Qwen3-8B.json"
 MTP = "tests/data/configs/Qwen__Qwen3.5-27B.json"
@@ -17,17 +13,8 @@ SERVED = ("--profile", "c4-p8192", "--context", "32768")
 
 
 @pytest.fixture
-def tonnage(capsys, monkeypatch):
-    monkeypatch.setattr("tonnage.cli.signal.signal", lambda *_: None)
-
-    def run(*words: object) -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr(sys, "argv", ["tonnage", *map(str, words)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        printed = capsys.readouterr()
-        return subprocess.CompletedProcess(words, stopped.value.code or 0, printed.out, printed.err)
-
-    return run
+def tonnage(tonnage_here):
+    return tonnage_here
 
 
 def test_plan_of_a_profile_names_every_reason_and_the_room(tonnage):

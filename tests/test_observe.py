@@ -771,6 +771,7 @@ def test_the_command_itself_exits_with_two_and_with_five(tonnage, tmp_path):
     done = tonnage("observe", LOGS / "vllm_0_27_tp1.log", "--plan", plan)
     assert done.returncode == 5
     assert "CONTRADICTS THE PLAN: rank all: weights: measured 17.050 GiB" in done.stdout
+    assert done.stderr == ""
 
 
 def test_nothing_of_a_log_reaches_the_terminal_raw(tonnage, tmp_path):
@@ -800,3 +801,71 @@ def test_a_plan_of_another_engine_or_with_negative_lines_is_refused(tmp_path):
     assert "of another engine than the plan; expected sglang; found vllm" in errors
     negative = plan_file(tmp_path, [("weights.mlp", -5, -10, False)])
     assert run(LOGS / "vllm_0_27_tp1.log", "--plan", negative)[0] == 2
+
+
+TP2 = LOGS / "vllm_0_26_tp2_colours_crlf.log"
+"""Of Dense-70B-FP8 with 64 requests at once."""
+TP1 = LOGS / "vllm_0_27_tp1.log"
+"""Of Mixed-30B: 17.05 GiB of weights, on a GPU of 31.37 GiB."""
+ALIKE = [("weights.mlp", 18 * 10**9, 19 * 10**9, False)]
+SMALL = [("weights.mlp", 10**10, 19 * 10**9, False)]
+OTHERS = {
+    "concurrency": (TP2, ALIKE, {"tp": 2, "profile": {"concurrency": 4}}, (), ["concurrency than the plan; expected 4; found 64"]),
+    "GPU by its memory": (
+        TP1, ALIKE, {"supply": {"gpu": "rtx-4090"}}, (),
+        ["GPU than the plan; expected rtx-4090, 25253904384 bytes; found 33683281018 bytes in all"],
+    ),
+    "GPU by name": (
+        TP1, ALIKE, {"supply": {"gpu": "rtx-5090"}}, ("--gpu", "rtx-5080"),
+        ["GPU than the plan; expected rtx-5090; found rtx-5080"],
+    ),
+    "model": (
+        TP1, SMALL, {"checkpoint": {"name": "Qwen3-8B"}}, (),
+        ["model than the plan; expected Qwen3-8B, weights of 10000000000 bytes; found example/Mixed-30B, 18307298099 bytes"],
+    ),
+    "two at once": (
+        TP1, SMALL, {"checkpoint": {"name": "Qwen3-8B"}, "supply": {"gpu": "rtx-4090"}}, (),
+        ["GPU than the plan; expected rtx-4090, 25253904384 bytes; found 33683281018 bytes in all",
+         "model than the plan; expected Qwen3-8B, weights of 10000000000 bytes; found example/Mixed-30B, 18307298099 bytes"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("log", "lines", "facts", "words", "expected"), OTHERS.values(), ids=OTHERS)
+def test_a_log_of_something_else_is_refused_and_not_compared(tmp_path, log, lines, facts, words, expected):
+    code, shown, errors = run(log, "--plan", plan_file(tmp_path, lines, **facts), *words)
+    assert (code, shown) == (2, "")
+    assert errors.splitlines() == [f"{log}: the log is of another {words}" for words in expected]
+
+
+SAME = {
+    "the same facts": {"checkpoint": {"name": "example__Mixed-30B"}, "supply": {"gpu": "rtx-5090"}, "profile": {"concurrency": 4}},
+    "nothing said": {"supply": {"gpu": None}, "profile": {"concurrency": None}},
+    "a GPU of a later table": {"supply": {"gpu": "rtx-9090"}},
+    "weights alone": {"supply": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("facts", SAME.values(), ids=SAME)
+def test_a_log_of_what_was_planned_is_compared(tmp_path, facts):
+    code, shown, _ = run(TP1, "--plan", plan_file(tmp_path, ALIKE, **facts))
+    assert code == 0
+    assert "the log calls the model" not in shown
+
+
+def test_a_model_of_another_name_is_compared_where_its_weights_are_the_same(tmp_path):
+    plan = plan_file(tmp_path, ALIKE, checkpoint={"name": "mine"})
+    code, document, _ = run(TP1, "--plan", plan, "--json")
+    assert code == 0
+    assert "the log calls the model example/Mixed-30B, the plan mine" in document["notes"]
+
+
+def test_weights_of_the_same_name_that_differ_are_a_contradiction(tmp_path):
+    lines = [("weights.mlp", 10**10, 10**10, False)]
+    assert run(TP1, "--plan", plan_file(tmp_path, lines, checkpoint={"name": "Mixed-30B"}))[0] == 5
+
+
+def test_a_plan_says_which_gpu_it_is_for(tonnage, configs):
+    words = ("plan", configs / "Qwen__Qwen3-8B.json", "--json")
+    assert json.loads(tonnage(*words, "--gpu", "RTX 4090").stdout)["supply"]["gpu"] == "rtx-4090"
+    assert json.loads(tonnage(*words, "--supply", "24GiB").stdout)["supply"]["gpu"] is None

@@ -304,14 +304,15 @@ def test_a_prepared_directory_is_no_source(tonnage: Tonnage, own_source: Path, t
     out = tmp_path / "out"
     assert prepared(tonnage, own_source, "--tp", 2, "-o", out)
     assert (out / "README.md").read_text() == "# Card"
-    expected = "its source, or `tonnage measure` for what its ranks hold"
+    expected = "its source; `tonnage plan`, fit, flags, inspect, serve and measure take ranks, as they are"
     line = f"tonnage: {out}: a prepared directory, cut into ranks; expected {expected}\n"
-    for words in (("plan",), ("inspect",), ("prepare", "-o", tmp_path / "again")):
-        done = tonnage(words[0], out, *words[1:])
+    again = ("prepare", out, "-o", tmp_path / "again")
+    for words in (again, ("plan", own_source, "--draft", out)):
+        done = tonnage(*words)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
     (out / "prepare.json").rename(out / "manifest.json")
     (out / "model.sig").write_bytes(b"{}")
-    assert tonnage("plan", out).stderr == line.replace("a prepared directory", "a package")
+    assert tonnage(*again).stderr == line.replace("a prepared directory", "a package")
     prepared(tonnage, own_source, "-o", tmp_path / "hf", "--layout", "hf", "--convert", "mxfp8")
     assert tonnage("plan", tmp_path / "hf", "--tp", 2).returncode == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -211,7 +212,8 @@ def test_a_measurement_over_its_bound_is_said_and_ends_in_5(machine: Machine, pa
 
     assert done.exit_code == 5
     assert "CONTRADICTS THE PLAN" in done.stdout
-    assert "weights: measured" in done.stderr
+    assert "weights: measured" in done.stdout
+    assert "weights: measured" not in done.stderr
     assert machine.record["weights_bytes_per_rank"] == HELD + (1 << 24)
 
 
@@ -402,6 +404,35 @@ def test_what_does_not_fit_is_not_started(machine: Machine, package: Path):
     assert not machine.out.exists()
     planned = machine.serve(package, "--supply", "2500KiB", "--check", "--json")
     assert json.loads(planned.stdout)["schema"] == "tonnage.plan/1"
+
+
+def test_a_dry_run_prints_what_would_be_started_and_starts_nothing(machine: Machine, package: Path):
+    done = machine.serve(package, "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert not machine.out.exists()
+    assert not machine.run.exists()
+    *_, verdict, command = done.stdout.splitlines()
+    assert verdict.startswith("FITS: spare ")
+    assert "verified: " in done.stderr
+    assert done.stderr.endswith("nothing was started (--dry-run)\n")
+    told = json.loads(machine.serve(package, "--dry-run", "--json").stdout)
+    assert (told["schema"], told["verified"], told["plan"]["fits"]) == ("tonnage.serve-dry-run/1", True, True)
+    assert shlex.split(command) == [*(f"{a}={b}" for a, b in sorted(told["environment"].items())), *told["words"]]
+    assert told["environment"]["PYTHONSAFEPATH"] == "1"
+
+    assert machine.serve(package, "--check").exit_code == 0
+    assert told["words"][1:] == machine.started["words"]
+
+
+def test_a_dry_run_refuses_what_a_run_would(machine: Machine, copy: Path, tmp_path: Path):
+    assert machine.serve(copy, "--dry-run", "--supply", "2500KiB").exit_code == 3
+    with closing(socket.create_server(("127.0.0.1", machine.port))):
+        assert "cannot be listened at" in machine.refusal(copy, "--dry-run")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    assert "full: not empty" in machine.refusal(copy, "--dry-run", "--run", tmp_path / "full")
+    (copy / "config.json").write_text("{}")
+    assert "config.json" in machine.refusal(copy, "--dry-run", status=4)
 
 
 def test_a_tampered_package_is_not_started(machine: Machine, copy: Path):
@@ -672,7 +703,11 @@ def test_without_a_driver_nobody_guesses(machine: Machine, package: Path, monkey
 
 def test_a_run_is_kept_where_nobody_else_reads_it(tmp_path: Path):
     served = tmp_path / "served"
-    first, second = (io.new_run_directory(None, "m", served, {"XDG_STATE_HOME": str(tmp_path)}) for _ in range(2))
+    places = []
+    for _ in range(2):
+        places.append(io.run_directory(None, "m", served, {"XDG_STATE_HOME": str(tmp_path)}))
+        io.make_run_directory(places[-1])
+    first, second = places
     assert first.parent == second.parent == tmp_path / "tonnage" / "serve"
     assert first != second
     assert stat.S_IMODE(first.stat().st_mode) == 0o700

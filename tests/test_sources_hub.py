@@ -304,6 +304,13 @@ def test_a_package_is_no_checkpoint_there_either(tmp_path: Path, monkeypatch: py
             open_checkpoint("hf:org/name", limits=LIMITS)
 
 
+def test_a_config_alone_is_planned_from_its_recipe(there: Hub, checkpoint: Path) -> None:
+    found = open_checkpoint("hf:org/name@main/config.json", limits=LIMITS)
+    assert (found.headers, found.digest) == (None, open_checkpoint(checkpoint / "config.json").digest)
+    assert {seen.path.rpartition("/")[2] for seen in there.api.of("resolve")} <= {"config.json", "hf_quant_config.json"}
+    assert there.store.seen == []
+
+
 @pytest.mark.parametrize(
     "address",
     ["hf:", "hf:a/b/c", "hf:../x", "hf:org/name@", "hf:org/name@../x", "hf:org//name", "hf:org/na me", "hf:-x"],

@@ -77,10 +77,11 @@ def test_a_config_alone_is_planned_from_its_recipe(server: Server, checkpoint: P
     there = open_checkpoint(f"{server.url}/m/config.json", limits=LIMITS)
     assert there.headers is None
     assert (there.name, there.digest) == ("m", open_checkpoint(checkpoint / "config.json").digest)
-    assert {seen.path for seen in server.seen} == {"/m/config.json", "/m/hf_quant_config.json", *INDEX_ASKED}
-
-
-INDEX_ASKED = {"/m/model.safetensors.index.json", *(f"/m/model-0000{n}-of-00003.safetensors" for n in (1, 2, 3))}
+    assert [seen.path for seen in server.seen] == ["/m/config.json", "/m/hf_quant_config.json"]
+    again = open_checkpoint(f"{server.url}/m/config.json", limits=Limits(offline=True))
+    assert again.digest == there.digest
+    with pytest.raises(SourceError, match="offline, and not kept on this machine"):
+        open_checkpoint(f"{server.url}/m", limits=Limits(offline=True))
 
 
 def test_a_single_file_needs_no_index(tmp_path: Path) -> None:

@@ -163,6 +163,17 @@ def test_flags_are_what_the_command_prints(client, place):
     assert hub.json() == printed("flags", path, *words, "--model", "org/name", "--quantization", "fp8")
 
 
+def test_flags_of_everything_a_plan_depends_on_are_what_the_command_prints(client, place):
+    path = place / "models" / "small"
+    body = {"checkpoint": {"path": str(path)}, "engine": "vllm", "gpu": "h100", "profile": "c4-p1024", "context": 1024,
+            "convert": "mxfp8", "utilization": "0.5", "draft_bytes": "1GiB"}  # fmt: skip
+    words = ("--engine", "vllm", "--gpu", "h100", "--profile", "c4-p1024", "--context", 1024, "--convert", "mxfp8",
+             "--utilization", "0.5", "--draft-bytes", "1GiB")  # fmt: skip
+    found = client.post("/api/flags", json=body).json()
+    assert found == printed("flags", path, *words)
+    assert f"tonnage prepare {path} --layout hf --convert mxfp8 -o small-mxfp8" in found["notes"][0]
+
+
 def test_flags_of_a_plan_that_does_not_fit_are_refused_with_its_reasons(client):
     answer = client.post("/api/flags", json={**EXAMPLES["flags"], "supply": "1GiB", "gpu": None})
     assert answer.status_code == 422
@@ -179,12 +190,18 @@ def test_observe_is_what_the_command_prints(client):
 
 def test_observe_holds_a_log_against_an_answer_of_plan(client, tmp_path):
     log, saved = LOGS / "vllm_0_27_tp1.log", tmp_path / "plan.json"
-    plan = client.post("/api/plan", json={**EXAMPLES["plan"], "tp": 1}).json()
+    plan = client.post("/api/plan", json={**EXAMPLES["plan"], "tp": 1, "gpu": "rtx-5090"}).json()
     saved.write_text(json.dumps(plan))
     text = log.read_bytes().decode()
+    refused = client.post("/api/observe", json={"log": text, "plan": plan, "gpu": "h100"})
+    assert [problem["what"] for problem in problems(refused)] == [
+        "the log is of another GPU than the plan", "the log is of another model than the plan",
+    ]  # fmt: skip
+    log = tmp_path / "serve.log"
+    log.write_text(text := text.replace("Mixed-30B", "small-llama"))
     answer = client.post("/api/observe", json={"log": text, "plan": plan}).json()
     done = CliRunner().invoke(command, ["observe", str(log), "--plan", str(saved), "--json"])
-    assert done.exit_code == 5  # of another model: it holds more
+    assert done.exit_code == 5  # it holds more
     assert answer == json.loads(done.stdout)
 
 

@@ -103,16 +103,22 @@ def test_a_refused_plan_has_a_button_for_each_suggestion(shelf) -> None:
 
 NO_LAUNCH = {
     "split": ({"engine": "split"}, "Prepared ranks are launched by what they are prepared for: choose its engine."),
-    "converted": (
-        {"checkpoint": str(CONFIGS / "Qwen__Qwen3-8B.json"), "convert": "mxfp8"},
-        "Converted weights are launched from what tonnage prepare writes.",
-    ),
     "no profile": (
         {"concurrency": "", "prefill": "", "context": ""},
         "Say how many requests of which context are served, and there is a command.",
     ),
     "no command": ({"draft_method": "dspark", "draft_tokens": "4"}, None),
 }
+
+
+def test_the_command_of_a_page_is_for_the_plan_it_shows(shelf) -> None:
+    model = {"checkpoint": str(CONFIGS / "Qwen__Qwen3-8B.json")}
+    found = Shape(page(shelf, **QWEN | model | {"convert": "mxfp8", "utilization": "0.8", "draft_bytes": "1GiB"})).text
+    (command,) = (text for text in found if text.startswith("vllm serve "))
+    assert command.startswith("vllm serve Qwen__Qwen3-8B-mxfp8 ")
+    assert " --gpu-memory-utilization 0.8 " in command
+    notes = [text for text in found if "stands in for what" in text or "left for a draft" in text]
+    assert len(notes) == 2
 
 
 @pytest.mark.parametrize(("state", "words"), NO_LAUNCH.values(), ids=NO_LAUNCH)
@@ -178,8 +184,10 @@ def test_two_plans_are_shown_side_by_side(shelf) -> None:
 
 
 def test_a_log_is_held_against_the_plan(shelf) -> None:
-    state = QWEN | {"checkpoint": str(CONFIGS / "meta-llama__Meta-Llama-3.1-8B.json")}
+    state = QWEN | {"checkpoint": str(CONFIGS / "meta-llama__Meta-Llama-3.1-8B.json"), "gpu": "rtx-5090"}
     log = (LOGS / "vllm_0_27_tp1.log").read_text()
+    assert "The log is of another model than the plan" in part(shelf, "view-log", state | {"tp": "1"}, log=log)
+    log = log.replace("Mixed-30B", "Meta-Llama-3.1-8B")
     over = part(shelf, "view-log", state | {"tp": "1"}, log=log)
     assert "A measurement is over its bound" in over
     assert {"over its bound", "within"} <= set(Shape(over).text)
@@ -220,6 +228,8 @@ def places(payload: str) -> Iterator[tuple[str, dict[str, object]]]:
     yield "view", {"config": payload}
     log = (LOGS / "vllm_0_27_tp1.log").read_text().replace("example/Mixed-30B", payload.replace("'", ""))
     yield "view-log", {"config": json.dumps(LLAMA), "log": log}
+    unknown = [line for line in log.splitlines() if "Model loading" not in line and "Free memory" not in line]
+    yield "view-log", {"config": json.dumps(LLAMA), "log": "\n".join(unknown)}  # of which model, nobody can tell
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)

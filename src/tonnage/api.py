@@ -487,7 +487,7 @@ def _located(
         return source, None
     if isinstance(source, str) and is_remote(source):
         parent, file = split_file(source)
-        place = open_source(parent, limits=limits, transfer=transfer)
+        place = open_source(parent, limits=limits, transfer=transfer, whole=file is None)
         if file is None and not place.has(_CONFIG):
             raise CheckpointError(_no_config(place.address))
         return place, file
@@ -534,21 +534,29 @@ def _parsed(fields: Mapping[str, Any], name: str, hf_quant: Mapping[str, Any] | 
     return parse_config(fields, name=name, hf_quant=hf_quant)
 
 
-def _check_source(source: Source) -> None:
-    """Refuse what was cut into ranks: it is no checkpoint, and its config tells nothing of what was made of it."""
+def cut_into_ranks(source: Source) -> str | None:
+    """Return what a directory of ranks is, a package or a prepared directory; ``None`` for anything else."""
+    if any(name.endswith(SUFFIX) for name in source.names()):
+        return None
     finished = all(source.has(name) for name in (MANIFEST, SIGNATURE))
     begun = finished or any(source.has(name) for name in (SUMMARY, STATE))
-    if begun and source.has("weights"):
-        what = "a package" if finished else "a prepared directory"
-        expected = "its source, or `tonnage measure` for what its ranks hold"
+    if not begun or not source.has("weights"):
+        return None
+    return "a package" if finished else "a prepared directory"
+
+
+def _check_source(source: Source) -> None:
+    """Refuse what was cut into ranks: it is no checkpoint, and its config tells nothing of what was made of it."""
+    if (what := cut_into_ranks(source)) is not None:
+        there = "once `tonnage fetch` brought them" if is_remote(source.address) else "as they are"
+        expected = f"its source; `tonnage plan`, fit, flags, inspect, serve and measure take ranks, {there}"
         raise CheckpointError(Problem(where=source.address, what=f"{what}, cut into ranks", expected=expected))
 
 
 def _open_directory(source: Source, draft_method: str) -> Checkpoint:
     names = source.names()
     weights = any(name.endswith(SUFFIX) for name in names)
-    if not weights:
-        _check_source(source)
+    _check_source(source)
     config, digest_of_config = _read_config(source, _CONFIG)
     manifest = _manifest(source)
     blueprint = blueprint_of(config, draft_method=draft_method)

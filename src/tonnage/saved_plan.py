@@ -83,6 +83,7 @@ class SavedSupply(msgspec.Struct, frozen=True, kw_only=True):
 
     basis: Basis
     source: str
+    gpu: str | None = None
 
 
 class SavedLine(msgspec.Struct, frozen=True, kw_only=True):

@@ -56,7 +56,23 @@ def ask_supply(
         asked = free_memory(free_gpus(free), ranks)
     elif known is not None:
         asked = AskedSupply(supply=supply_bytes(known), gpu=known)
-    return asked if utilization is None else _shared(asked, parse_number(utilization, where="--utilization"))
+    share = read_share(utilization)
+    return asked if share is None else _shared(asked, share)
+
+
+def read_share(utilization: str | None) -> Fraction | None:
+    """Return ``--utilization`` as a number, if it is given.
+
+    Raises:
+        UnitError: It is none, or no share.
+    """
+    if utilization is None:
+        return None
+    share = parse_number(utilization, where="--utilization")
+    if not 0 < share <= 1:
+        found = str(share)
+        raise UnitError(Problem(where="--utilization", what="out of range", expected="above 0, at most 1", found=found))
+    return share
 
 
 def free_gpus(text: str, *, where: str = "--free") -> tuple[DeviceMemory, ...]:
@@ -84,10 +100,6 @@ def _shared(asked: AskedSupply, share: Fraction) -> AskedSupply:
     if asked.supply is None:
         raise UnitError(
             Problem(where="--utilization", what="a share of what is not said", expected="--gpu or --supply")
-        )
-    if not 0 < share <= 1:
-        raise UnitError(
-            Problem(where="--utilization", what="out of range", expected="above 0, at most 1", found=str(share))
         )
     total = asked.supply
     nbytes, source = requested_bytes(total.nbytes, share), f"{total.source} x {float(share):g}"

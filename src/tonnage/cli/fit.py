@@ -20,7 +20,7 @@ from tonnage.cli.options import (
     KvDtype,
     Method,
     Offline,
-    Pp,
+    PpOfCut,
     Reserve,
     Source,
     SupplySize,
@@ -39,14 +39,19 @@ def fit(
     ] = None,
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Only this tensor-parallel size.")] = None,
     ep: Annotated[int | None, typer.Option("--ep", min=1, help="Only this expert-parallel size.")] = None,
-    pp: Pp = 1,
+    pp: PpOfCut = None,
     dcp: Annotated[int, typer.Option("--dcp", help="Decode-context-parallel size, where it divides TP.")] = 1,
     gpus: Annotated[
         int | None, typer.Option("--gpus", min=1, max=1024, help="GPUs there are; 8, or those of --tp and --pp.")
     ] = None,
     engine: Annotated[
-        Literal["vllm", "sglang", "exllamav3", "split"], typer.Option("--engine", help="Whose rules.")
-    ] = "vllm",
+        Literal["vllm", "sglang", "exllamav3", "split"] | None,
+        typer.Option(
+            "--engine",
+            help="Whose rules. By default vllm, as for serve: what fits depends on who serves it; of a package those "
+            "it is cut by.",
+        ),
+    ] = None,
     gpu: GpuName = None,
     supply: SupplySize = None,
     free: Free = None,
@@ -68,21 +73,26 @@ def fit(
 
     Example: tonnage fit config.json --gpu h100 --gpus 2 --profile c4-p4096 --context 4096
     """
+    from tonnage.cli.cut import open_cut
     from tonnage.cli.opening import Opening
     from tonnage.fit import asked_ways
     from tonnage.plan_options import gpus_there, plan_request
     from tonnage.report.documents import fit_document
 
-    there = gpus_there(tp=tp, pp=pp, gpus=gpus)
-    opening = Opening(offline=offline)
+    opening, cut = Opening(offline=offline), open_cut(source)
+    cut.check_convert(convert)
+    sizes, engine = cut.sizes(tp=tp, ep=ep, pp=pp), cut.engine(engine, "vllm")
+    if cut.served is not None:
+        tp, ep = sizes[:2]
+    there = gpus_there(tp=tp, pp=sizes[2], gpus=gpus)
     request = plan_request(
-        tp=tp or 1, ep=ep or 1, pp=pp, dcp=dcp, engine=engine, gpu=gpu, supply=supply, free=free,
+        tp=sizes[0], ep=sizes[1], pp=sizes[2], dcp=dcp, engine=engine, gpu=gpu, supply=supply, free=free,
         utilization=utilization, reserve=reserve, profile=profile, context=context, kv_dtype=kv_dtype,
         kv_bytes=kv_bytes, engine_version=engine_version, eager=eager, draft=opening.draft(draft, draft_method),
         draft_bytes=draft_bytes, draft_method=draft_method, draft_tokens=draft_tokens, convert=convert,
-        ranks=tp * pp if tp is not None else there,
+        ranks=tp * sizes[2] if tp is not None else there,
     )  # fmt: skip
-    checkpoint = opening.checkpoint(source)
+    checkpoint = cut.checkpoint or opening.checkpoint(source)
     found = asked_ways(checkpoint, request, tp=tp, ep=ep, gpus=there)
     document = fit_document(checkpoint, request, found)
     if as_json:

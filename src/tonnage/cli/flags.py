@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tonnage.cli.options import (
+    ConvertTo,
     Dcp,
     Draft,
+    DraftBytes,
     DraftTokens,
     Eager,
     EngineVersion,
-    Ep,
+    EpOfCut,
     Free,
     GpuName,
     Json,
@@ -21,11 +23,12 @@ from tonnage.cli.options import (
     KvDtype,
     Method,
     Offline,
-    Pp,
+    PpOfCut,
     Reserve,
     Source,
     SupplySize,
-    Tp,
+    TpOfCut,
+    Utilization,
     emit,
     emit_json,
     note,
@@ -43,14 +46,15 @@ def flags(
     engine: Annotated[Literal["vllm", "sglang", "exllamav3"], typer.Option("--engine", help="Whose command.")],
     profile: Annotated[str, typer.Option("--profile", help="What is to be served: cC-pP.")],
     context: Annotated[int, typer.Option("--context", min=1, help="Longest context in tokens.")],
-    tp: Tp = 1,
-    ep: Ep = 1,
-    pp: Pp = 1,
+    tp: TpOfCut = None,
+    ep: EpOfCut = None,
+    pp: PpOfCut = None,
     dcp: Dcp = 1,
     model: Annotated[str | None, typer.Option("--model", help="Path or hub name to serve; by default SOURCE.")] = None,
     gpu: GpuName = None,
     supply: SupplySize = None,
     free: Free = None,
+    utilization: Utilization = None,
     reserve: Reserve = "0",
     kv_dtype: KvDtype = None,
     kv_bytes: KvBytes = None,
@@ -62,6 +66,8 @@ def flags(
     draft: Draft = None,
     draft_method: Method = None,
     draft_tokens: DraftTokens = None,
+    draft_bytes: DraftBytes = "0",
+    convert: ConvertTo = "none",
     offline: Offline = False,
     as_json: Json = False,
 ) -> None:
@@ -70,18 +76,24 @@ def flags(
     Example: tonnage flags config.json --engine vllm --tp 2 --gpu h100 --profile c4-p4096 --context 4096
     """
     from tonnage.api import plan_checkpoint
+    from tonnage.cli.cut import open_cut
     from tonnage.cli.opening import Opening
-    from tonnage.launch import check_judged, launch
+    from tonnage.launch import check_judged, launch, served_name
     from tonnage.plan_options import plan_request
+    from tonnage.sources.addresses import is_remote
 
-    opening = Opening(offline=offline)
+    opening, cut = Opening(offline=offline), open_cut(source)
+    cut.check_convert(convert)
+    tp, ep, pp = cut.sizes(tp=tp, ep=ep, pp=pp)
     request = plan_request(
-        tp=tp, ep=ep, pp=pp, dcp=dcp, engine=engine, gpu=gpu, supply=supply, free=free, reserve=reserve,
-        profile=profile, context=context, kv_dtype=kv_dtype, kv_bytes=kv_bytes, engine_version=engine_version,
-        eager=eager, draft=opening.draft(draft, draft_method), draft_method=draft_method, draft_tokens=draft_tokens,
+        tp=tp, ep=ep, pp=pp, dcp=dcp, engine=cut.engine(engine, engine), gpu=gpu, supply=supply,
+        free=free, utilization=utilization, reserve=reserve, profile=profile, context=context, kv_dtype=kv_dtype,
+        kv_bytes=kv_bytes, engine_version=engine_version, eager=eager, draft=opening.draft(draft, draft_method),
+        draft_bytes=draft_bytes, draft_method=draft_method, draft_tokens=draft_tokens, convert=convert,
     )  # fmt: skip
     check_judged(request)
-    plan = plan_checkpoint(opening.checkpoint(source), request)
+    plan = plan_checkpoint(cut.checkpoint or opening.checkpoint(source), request)
+    cut.check_plan(plan)
     if not plan.fits:
         for reason in plan.reasons:
             note(f"does not fit: {reason}")
@@ -89,9 +101,13 @@ def flags(
     serve, command = launch(
         plan,
         request,
-        model=_name_for_engine(source) if model is None else model,
+        source=source if is_remote(source) else served_name(source),
+        opened=_name_for_engine(source) if model is None else model,
+        model=model,
         draft_model=draft and _name_for_engine(draft),
         quantization=quantization,
+        utilization=utilization,
+        layout="hf" if cut.served is None else cut.served.layout,
     )
     _print(serve, command, opening if as_json else None)
 

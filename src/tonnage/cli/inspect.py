@@ -12,12 +12,13 @@ def inspect(source: Source, offline: Offline = False, as_json: Json = False) -> 
 
     Example: tonnage inspect ./Llama-3.1-8B
     """
+    from tonnage.cli.cut import open_cut
     from tonnage.cli.opening import Opening
     from tonnage.inspection import inspect_assignment
     from tonnage.report.documents import inspect_document
 
     opening = Opening(offline=offline)
-    checkpoint = opening.checkpoint(source)
+    checkpoint = open_cut(source).checkpoint or opening.checkpoint(source)
     inspection = inspect_assignment(checkpoint.assignment)
     if as_json:
         emit_json(opening.document(inspect_document(checkpoint, inspection)))

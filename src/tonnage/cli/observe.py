@@ -33,18 +33,18 @@ def observe(
     from tonnage.report.observation import excesses, observation_record, observe_document
 
     slug = None if gpu is None else find_gpu(gpu).slug
-    observed = observe_log(log, plan)
+    observed = observe_log(log, plan, gpu=slug)
     if save is not None:
         save_record(save, observation_record(observed, gpu=slug))
     if as_json:
         emit_json(observe_document(observed, gpu=slug))
+        for line in excesses(observed):
+            note(f"tonnage: {line}")
     else:
         from tonnage.report.observation import observation_table
         from tonnage.report.tables import render
 
         emit(render(observation_table(observed)))
-    for line in excesses(observed):
-        note(f"tonnage: {line}")
     if observed.exceeds:
         raise typer.Exit(CONTRADICTED)
 

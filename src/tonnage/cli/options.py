@@ -44,6 +44,11 @@ Offline = Annotated[
 Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel size.")]
 Ep = Annotated[int, typer.Option("--ep", help="Expert-parallel size: 1, or the tensor-parallel size.")]
 Pp = Annotated[int, typer.Option("--pp", help="Pipeline-parallel size.")]
+TpOfCut = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel size; 1, or what a package is cut for.")]
+EpOfCut = Annotated[
+    int | None, typer.Option("--ep", help="Expert-parallel size, 1 or that of --tp; 1, or what a package is cut for.")
+]
+PpOfCut = Annotated[int | None, typer.Option("--pp", help="Pipeline-parallel size; 1, or what a package is cut for.")]
 _NOT_PLAIN = re.compile(r"[^\n -~]")
 _NOT_PLAIN_OR_COLOUR = re.compile(r"\x1b\[[0-9;]*m|[^\n -~]")
 Json = Annotated[bool, typer.Option("--json", help="Print a versioned JSON document instead of a table.")]

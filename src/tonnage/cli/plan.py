@@ -15,7 +15,7 @@ from tonnage.cli.options import (
     DraftTokens,
     Eager,
     EngineVersion,
-    Ep,
+    EpOfCut,
     Free,
     GpuName,
     Json,
@@ -23,11 +23,11 @@ from tonnage.cli.options import (
     KvDtype,
     Method,
     Offline,
-    Pp,
+    PpOfCut,
     Reserve,
     Source,
     SupplySize,
-    Tp,
+    TpOfCut,
     Utilization,
     emit,
     emit_json,
@@ -43,14 +43,18 @@ DOES_NOT_FIT = 3
 def plan(
     typed: typer.Context,
     source: Source,
-    tp: Tp = 1,
-    ep: Ep = 1,
-    pp: Pp = 1,
+    tp: TpOfCut = None,
+    ep: EpOfCut = None,
+    pp: PpOfCut = None,
     dcp: Dcp = 1,
     engine: Annotated[
-        Literal["vllm", "sglang", "exllamav3", "split"],
-        typer.Option("--engine", help="Whose placement rules; split cuts everything that can be cut, as prepare does."),
-    ] = "split",
+        Literal["vllm", "sglang", "exllamav3", "split"] | None,
+        typer.Option(
+            "--engine",
+            help="Whose placement rules. By default split, as for prepare: everything that can be cut is cut, and no "
+            "engine need be chosen; of a package those it is cut by.",
+        ),
+    ] = None,
     gpu: GpuName = None,
     supply: SupplySize = None,
     free: Free = None,
@@ -100,26 +104,32 @@ def plan(
     """
     from tonnage.api import plan_checkpoint
     from tonnage.calibrations.io import find_record
+    from tonnage.cli.cut import open_cut
     from tonnage.cli.opening import Opening
     from tonnage.plan_options import plan_request
 
-    opening = Opening(offline=offline)
+    opening, cut = Opening(offline=offline), open_cut(source)
+    cut.check_convert(convert)
+    tp, ep, pp = cut.sizes(tp=tp, ep=ep, pp=pp)
+    profile, context = cut.profile(profile, context)
     request = plan_request(
-        tp=tp, ep=ep, pp=pp, dcp=dcp, engine=engine, gpu=gpu, supply=supply, free=free, utilization=utilization,
-        reserve=reserve, profile=profile, context=context, kv_dtype=kv_dtype, kv_bytes=kv_bytes,
+        tp=tp, ep=ep, pp=pp, dcp=dcp, engine=cut.engine(engine, "split"), gpu=gpu, supply=supply, free=free,
+        utilization=utilization, reserve=reserve, profile=profile, context=context, kv_dtype=kv_dtype,
+        kv_bytes=kv_bytes,
         engine_version=engine_version, eager=eager, draft=opening.draft(draft, draft_method), draft_bytes=draft_bytes,
         draft_method=draft_method, draft_tokens=draft_tokens, convert=convert, estimator=estimator,
         credit_permille=credit_permille, credit_record=find_record(calibration) if calibration is not None else None,
         device_bytes=device_bytes,
     )  # fmt: skip
     before = _before(against, shown=html is not None or not as_json)
-    checkpoint = opening.checkpoint(source)
+    checkpoint = cut.checkpoint or opening.checkpoint(source)
     result = plan_checkpoint(checkpoint, request)
+    cut.check_plan(result)
     suggestions: tuple[str, ...] = ()
     if result.fits is False:
         from tonnage.suggestions import suggest
 
-        suggestions = suggest(checkpoint, request)
+        suggestions = cut.suggested(suggest(checkpoint, request))
     from tonnage.report.documents import plan_document
     from tonnage.report.saved import read_saved
 

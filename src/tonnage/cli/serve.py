@@ -14,14 +14,17 @@ from tonnage.cli.options import (
     DraftTokens,
     Eager,
     EngineVersion,
+    EpOfCut,
     Free,
     GpuName,
     Json,
     KvBytes,
     KvDtype,
     Method,
+    PpOfCut,
     Reserve,
     SupplySize,
+    TpOfCut,
     Utilization,
     note,
 )
@@ -50,9 +53,9 @@ def serve(
         Literal["gpu", "cpu"] | None,
         typer.Option("--device", help="What the engine runs on; as it is built, if known."),
     ] = None,
-    tp: Annotated[int | None, typer.Option("--tp", help="Tensor-parallel size; of a package, its own.")] = None,
-    ep: Annotated[int | None, typer.Option("--ep", help="Expert-parallel size; of a package, its own.")] = None,
-    pp: Annotated[int | None, typer.Option("--pp", help="Pipeline-parallel size; of a package, its own.")] = None,
+    tp: TpOfCut = None,
+    ep: EpOfCut = None,
+    pp: PpOfCut = None,
     dcp: Dcp = 1,
     gpu: GpuName = None,
     supply: SupplySize = None,
@@ -82,6 +85,9 @@ def serve(
         str | None, typer.Option("--name", help="What clients call the model; by default the name of the package.")
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Start, measure, save and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and the command, and start nothing.")
+    ] = False,
     timeout: Annotated[int, typer.Option("--timeout", min=1, help="Seconds the engine has to get ready.")] = 1800,
     grace: Annotated[int, typer.Option("--grace", min=0, help="Seconds it has to end by itself.")] = 30,
     run: Annotated[
@@ -96,7 +102,8 @@ def serve(
 
     It is verified and planned against the memory that is free now, and refused before anything is started if either
     says no (exit codes 4 and 3). When the engine is ready, planned stands beside measured, and the record is saved. A
-    measurement over its bound is said at once and ends in exit code 5, whenever the engine is ended.
+    measurement over its bound is said at once and ends in exit code 5, whenever the engine is ended. With --dry-run all
+    is refused that would be, and nothing is started.
 
     Example: tonnage serve ./package --key release.pub.pem --profile c4-p4096 --context 32768
     """
@@ -105,7 +112,7 @@ def serve(
     from tonnage.cli.opening import Opening
     from tonnage.cli.serve_session import Session
     from tonnage.plan_options import plan_request
-    from tonnage.serve.io import check_free, check_outside, claimed, find_program, new_run_directory
+    from tonnage.serve.io import check_free, check_outside, claimed, find_program, make_run_directory, run_directory
     from tonnage.serve.log import limit_of
     from tonnage.serve.run import Launch, run_engine
     from tonnage.serve.source import open_served
@@ -122,7 +129,7 @@ def serve(
     served = open_served(package)
     served.check(engine)
     step.check_hashed(served, fast=fast)
-    sizes = step.sizes(served, tp=tp, ep=ep, pp=pp)
+    sizes = served.sizes(tp=tp, ep=ep, pp=pp)
     memory = step.asked_memory(
         device or program.device, sizes.world_size, gpu=gpu, supply=supply, free=free, utilization=utilization
     )
@@ -142,9 +149,18 @@ def serve(
     launched = engine_words(command, program, address, words)
     check_free(address)
     with claimed(port) as descriptors:
-        directory = new_run_directory(run, served.name, served.directory, os.environ)
+        directory, environment = (
+            run_directory(run, served.name, served.directory, os.environ),
+            step.engine_variables(memory),
+        )
+        if dry_run:
+            step.emit_dry_run(
+                served, request, plan, document, launched, environment, verified=trust is not None, as_json=as_json
+            )
+            return
+        make_run_directory(directory)
         launch = Launch(
-            words=launched, environment=step.engine_variables(memory), address=address, directory=directory,
+            words=launched, environment=environment, address=address, directory=directory,
             log_bytes=log_bytes, ready_seconds=timeout, grace_seconds=grace, check=check, inherited=descriptors,
         )  # fmt: skip
         session = Session(

@@ -82,9 +82,9 @@ class Session:
         self.contradicts = bool(shortfalls) or (observed is not None and observed.exceeds)
         if observed is not None:
             self.measured = self._save(observed) and bool(observed.observation.figures)
-        self._show(observed, shortfalls, seconds)
-        for line in (*(excesses(observed) if observed else ()), *shortfalls):
-            note(f"tonnage: {line}")
+        if not self._show(observed, shortfalls, seconds) or self.as_json:  # the table says it itself
+            for line in (*(excesses(observed) if observed else ()), *shortfalls):
+                note(f"tonnage: {line}")
         if not self.launch.check:
             note(f"serving {one_line(address.name)} at {address.url}/v1, ready in {seconds:.1f} s; Ctrl-C ends it")
 
@@ -144,7 +144,8 @@ class Session:
             return False
         return True
 
-    def _show(self, observed: Observed | None, shortfalls: tuple[str, ...], seconds: float) -> None:
+    def _show(self, observed: Observed | None, shortfalls: tuple[str, ...], seconds: float) -> bool:
+        """Print the table, or the document; whether that could be."""
         from tonnage.report.served import served_document, served_table
         from tonnage.report.tables import render
 
@@ -158,6 +159,8 @@ class Session:
         except OSError as error:  # who read it has gone: no reason to end an engine that serves
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             note(f"note: the table cannot be printed: {error.strerror}")
+            return False
+        return observed is not None
 
     def _facts(self, seconds: float) -> dict[str, Any]:
         address, supply = self.launch.address, self.plan.supply

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tonnage.api import PlanRequest, plan_checkpoint
+from tonnage.cli.cut import made_for
 from tonnage.cli.options import emit, emit_json, note
 from tonnage.cli.plan import DOES_NOT_FIT
 from tonnage.cli.progress import later, progress
@@ -27,18 +29,15 @@ from tonnage.report.documents import plan_document
 from tonnage.serve.io import machine_supply
 from tonnage.serve.words import Program, engine_environment, overridden, runs_remote_code
 from tonnage.suggestions import suggest
-from tonnage.supply_options import free_gpus
-from tonnage.topology import Device, Topology
-from tonnage.units import parse_number, unit_for
+from tonnage.supply_options import free_gpus, read_share
+from tonnage.topology import Device
+from tonnage.units import unit_for
 
 if TYPE_CHECKING:
     from tonnage.flags.values import ServeCommand
     from tonnage.memory.devices import DeviceMemory
     from tonnage.plan import Plan
     from tonnage.serve.source import Served
-
-_OF_THE_CUT = ("--tp", "--ep", "--pp", "--convert")
-"""Options that suggestions for another preparation begin with."""
 
 
 def trusted(
@@ -106,25 +105,6 @@ def check_hashed(served: Served, *, fast: bool) -> None:
         raise UnitError(Problem(where="--fast", what=what, expected="leave it out"))
 
 
-def sizes(served: Served, *, tp: int | None, ep: int | None, pp: int | None) -> Topology:
-    """Return the parallel sizes: those it is cut for, else as asked.
-
-    Raises:
-        UnitError: Others are asked for than it is cut for.
-        PlacementError: There is no such topology.
-    """
-    cut = served.topology
-    if cut is None:
-        return Topology(tp=1 if tp is None else tp, ep=1 if ep is None else ep, pp=1 if pp is None else pp)
-    for axis, size, own in (("tp", tp, cut.tp), ("ep", ep, cut.ep), ("pp", pp, cut.pp)):
-        if size is not None and size != own:
-            expected = cut.words
-            raise UnitError(
-                Problem(where=f"--{axis}", what="cut for another topology", expected=expected, found=str(size))
-            )
-    return Topology(tp=cut.tp, ep=cut.ep, pp=cut.pp)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedMemory:
     """What the engine runs on.
@@ -190,13 +170,10 @@ def profile(served: Served, name: str | None, context: int | None) -> tuple[str,
     Raises:
         UnitError: Nobody says it.
     """
-    made = served.profile
-    if name is None and made.concurrency and made.prefill_chunk_tokens:
-        name = f"c{made.concurrency}-p{made.prefill_chunk_tokens}"
-        note(f"profile of the package: {name}" + (f", context {made.context_tokens}" if made.context_tokens else ""))
+    name, context = made_for(served, name, context)
     if name is None:
         raise UnitError(Problem(where="--profile", what="what is to be served", expected="cC-pP such as c4-p4096"))
-    return name, context or made.context_tokens
+    return name, context
 
 
 def known_release(program: Program) -> str | None:
@@ -221,7 +198,7 @@ def judged(served: Served, request: PlanRequest, *, as_json: bool) -> tuple[Plan
             request = replace(request, kv_bytes=max(ledger.cache_bytes for ledger in plan.ranks) or None)
             plan = plan_checkpoint(checkpoint, request)
         return request, plan
-    suggestions = _suggestions(served, request)
+    suggestions = served.suggested(suggest(checkpoint, request))
     if as_json:
         emit_json(plan_document(checkpoint, request, plan, suggestions))
     else:
@@ -230,14 +207,6 @@ def judged(served: Served, request: PlanRequest, *, as_json: bool) -> tuple[Plan
         emit(render(plan_table(checkpoint, request, plan, suggestions)))
     note("nothing was started")
     raise typer.Exit(DOES_NOT_FIT)
-
-
-def _suggestions(served: Served, request: PlanRequest) -> tuple[str, ...]:
-    """Return what would fit; what another cut or conversion would, says that it must be prepared for that."""
-    found = suggest(served.checkpoint, request)
-    if served.layout == "hf":
-        return found
-    return tuple(f"{words} (prepared anew)" if words.startswith(_OF_THE_CUT) else words for words in found)
 
 
 def command(
@@ -268,17 +237,43 @@ def command(
         eager=request.eager,
         layout=served.layout,
         public_key=key,
+        utilization=read_share(utilization),
     )
     if by_driver:
         serve = replace(serve, total_bytes=memory.total_bytes)
-    if utilization is not None:
-        serve = replace(serve, fraction=Fraction(parse_number(utilization, where="--utilization")))
     found = serve_command(serve)
     for text in found.notes:
         note(f"note: {text}")
     document = plan_document(served.checkpoint, request, plan, ())
     document["cache"]["given_bytes"] = serve.kv_bytes
     return found, document
+
+
+def emit_dry_run(
+    served: Served,
+    request: PlanRequest,
+    plan: Plan,
+    document: dict[str, Any],
+    words: tuple[str, ...],
+    environment: Mapping[str, str],
+    *,
+    verified: bool,
+    as_json: bool,
+) -> None:
+    """Print the plan, and the command with the variables it is given beyond those of this process."""
+    variables = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+    if as_json:
+        facts = {"package": served.name, "kind": served.kind, "verified": verified, "device": request.device}
+        command = {"words": list(words), "environment": variables}
+        emit_json({"schema": "tonnage.serve-dry-run/1", **facts, **command, "plan": document})
+        return
+    from tonnage.report.tables import plan_table, render
+
+    emit(render(plan_table(served.checkpoint, request, plan, ())))
+    emit(shlex.join((*(f"{name}={value}" for name, value in sorted(variables.items())), *words)))
+    if not verified:
+        note(f"warning: {one_line(served.name)} is not verified: --unsigned")
+    note("nothing was started (--dry-run)")
 
 
 def engine_variables(memory: AskedMemory) -> dict[str, str]:

@@ -35,6 +35,7 @@ def serve_plan(  # noqa: PLR0913 - what a plan does not know of a command
     eager: bool = False,
     layout: Layout = "hf",
     public_key: str | None = None,
+    utilization: Fraction | None = None,
 ) -> ServePlan:
     """Return what the command is wanted for: the cache gets all that is left beside the lines at their bounds.
 
@@ -49,6 +50,7 @@ def serve_plan(  # noqa: PLR0913 - what a plan does not know of a command
         eager: No CUDA graphs.
         layout: Of what is served.
         public_key: Who must have signed it, where every rank verifies its own files.
+        utilization: The share of the GPU that vLLM is started with, if it is said.
 
     Raises:
         FlagsError: The plan does not fit, or says nothing of what is served.
@@ -61,7 +63,8 @@ def serve_plan(  # noqa: PLR0913 - what a plan does not know of a command
     given: dict[str, object] = {}
     match service.cache:
         case VllmCache():
-            given = {"kv_bytes": budget, "total_bytes": gpu_bytes, "free_bytes": _free(gpu_bytes, binding)}
+            free = _free(gpu_bytes, binding)
+            given = {"kv_bytes": budget, "total_bytes": gpu_bytes, "free_bytes": free, "fraction": utilization}
         case SglangCache() as cache:
             pools = cache.pools_for(service.concurrency, service.context_tokens)
             given = {

@@ -8,15 +8,17 @@ import os
 import stat
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tonnage.checkpoint.io import read_bytes
 from tonnage.checkpoint.strict_json import parse_object
-from tonnage.errors import ObservationError, Problem
-from tonnage.observe.compare import Comparison, compare, topology_mismatch
+from tonnage.errors import ObservationError, Problem, UnknownGpuError, raise_if_any
+from tonnage.memory.supply import find_gpu, supply_bytes
+from tonnage.observe.compare import Comparison, compare
+from tonnage.observe.likeness import mismatches, names_differ, other_service
 from tonnage.observe.reader import MARKERS, LogReader, Observation
 from tonnage.observe.scan import LONGEST_LINE, lines_with
 from tonnage.saved_plan import PLAN_LIMIT_BYTES, SavedPlan, read_plan
@@ -60,13 +62,18 @@ class Observed:
         return any(one.exceeds for one in self.comparisons)
 
 
-def observe_log(path: str, plan_path: Path | None = None) -> Observed:
+def observe_log(path: str, plan_path: Path | None = None, *, gpu: str | None = None) -> Observed:
     """Return what a log says, beside a plan document if one is given.
 
+    Args:
+        path: The log.
+        plan_path: The plan.
+        gpu: Name of the GPU the log is of, where somebody says it.
+
     Raises:
-        ObservationError: One of them cannot be used, or the plan is for another number of ranks than the log.
+        ObservationError: One of them cannot be used, or the log is of something else than the plan.
     """
-    return hold_against(path, None if plan_path is None else read_plan_file(plan_path))
+    return _of_the_same(hold_against(path, None if plan_path is None else read_plan_file(plan_path)), path, gpu)
 
 
 def hold_against(path: str, plan: SavedPlan | None) -> Observed:
@@ -79,29 +86,48 @@ def hold_against(path: str, plan: SavedPlan | None) -> Observed:
     return _beside(observation, log, plan, path)
 
 
-def observe_text(text: str, document: dict[str, object] | None = None) -> Observed:
+def observe_text(text: str, document: dict[str, object] | None = None, *, gpu: str | None = None) -> Observed:
     """Return what the text of a log says, beside a plan document if one is given.
+
+    Args:
+        text: The log.
+        document: The plan.
+        gpu: Name of the GPU the log is of, where somebody says it.
 
     Raises:
         ObservationError: As :func:`observe_log`.
     """
     plan = None if document is None else plan_of(document, where="plan")
     observation, log = _log_of(iter((text.encode("utf-8", "replace"),)), "log")
-    return _beside(observation, log, plan, "log")
+    return _of_the_same(_beside(observation, log, plan, "log"), "log", gpu)
 
 
 def _beside(observation: Observation, log: LogFile, plan: SavedPlan | None, where: str) -> Observed:
     if plan is None:
         return Observed(observation=observation, log=log)
-    if plan.engine not in ("split", observation.engine):
-        what = "the log is of another engine than the plan"
-        raise ObservationError(Problem(where=where, what=what, expected=plan.engine, found=observation.engine))
-    mismatch = topology_mismatch(observation, plan)
-    if mismatch is not None:
-        axis, planned, found = mismatch
-        what = f"the log is of another {axis} than the plan"
-        raise ObservationError(Problem(where=where, what=what, expected=str(planned), found=str(found)))
+    raise_if_any(ObservationError, mismatches(observation, plan, where=where))
     return Observed(observation=observation, log=log, plan=plan, comparisons=compare(observation, plan))
+
+
+def _of_the_same(observed: Observed, where: str, gpu: str | None) -> Observed:
+    """Return a log beside a plan that somebody chose for it; noted if only their names differ.
+
+    Raises:
+        ObservationError: The log is of another concurrency, GPU or model.
+    """
+    observation, plan = observed.observation, observed.plan
+    if plan is None:
+        return observed
+    gpu_bytes = None
+    if plan.supply is not None and plan.supply.gpu is not None:
+        with suppress(UnknownGpuError):  # a plan of a later version
+            gpu_bytes = supply_bytes(find_gpu(plan.supply.gpu)).nbytes
+    problems = other_service(observation, plan, observed.comparisons, where=where, gpu=gpu, gpu_bytes=gpu_bytes)
+    raise_if_any(ObservationError, problems)
+    if not names_differ(observation, plan):
+        return observed
+    note = f"the log calls the model {observation.settings['model'].text}, the plan {plan.checkpoint.name}"
+    return replace(observed, observation=replace(observation, notes=(*observation.notes, note)))
 
 
 def read_log(path: str) -> tuple[Observation, LogFile]:

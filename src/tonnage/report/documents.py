@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tonnage.fit import Fit
     from tonnage.flags.values import ServeCommand, ServePlan
     from tonnage.inspection import Inspection, Sum
+    from tonnage.memory.supply import Gpu, Supply
     from tonnage.placed_weights import LedgerLine
     from tonnage.plan import Plan, RankLedger
     from tonnage.regions import Regions
@@ -66,7 +67,7 @@ def plan_document(
             "kv_dtype": profile.kv_dtype,
         },
         "supply_bytes": None if plan.supply is None else plan.supply.nbytes,
-        "supply": None if plan.supply is None else {"basis": plan.supply.basis, "source": plan.supply.source},
+        "supply": None if plan.supply is None else _supply(plan.supply, request.gpu),
         "ranks": [
             {
                 "rank": ledger.rank,
@@ -95,6 +96,10 @@ def plan_document(
         "cache_growth": cache_growth(plan) if growth else [],
         "numerics": numerics(plan),
     }
+
+
+def _supply(supply: Supply, gpu: Gpu | None) -> dict[str, Any]:
+    return {"basis": supply.basis, "source": supply.source, "gpu": None if gpu is None else gpu.slug}
 
 
 def _payload_bytes(plan: Plan, rank: int) -> int | None:

@@ -196,8 +196,8 @@ def is_healthy(address: Address) -> bool:
     return answer.startswith(_HEALTHY)
 
 
-def new_run_directory(given: Path | None, name: str, served: Path, environment: Mapping[str, str]) -> Path:
-    """Make the directory of one run and return it; by default below the user's state directory, named by the time.
+def run_directory(given: Path | None, name: str, served: Path, environment: Mapping[str, str]) -> Path:
+    """Return where one run is to be kept; by default below the user's state directory, named by the time.
 
     Args:
         given: What the user asked for; must not exist, or be empty.
@@ -218,12 +218,27 @@ def new_run_directory(given: Path | None, name: str, served: Path, environment: 
         directory = next((base / one for one in names if not (base / one).exists()), base / f"{name}-{stamp}")
     check_outside(directory, served, option="--run DIR")
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # words may hold a key of its interface
-        if any(os.scandir(directory)):
+        if os.path.lexists(directory) and any(os.scandir(directory)):
             raise EngineError(Problem(where=str(directory), what="not empty", expected="a new directory"))
     except OSError as error:
-        raise EngineError(Problem(where=str(directory), what="cannot be made", found=error.strerror)) from error
+        raise EngineError(_cannot_be_made(directory, error)) from error
     return directory
+
+
+def make_run_directory(directory: Path) -> None:
+    """Make the directory of one run; only its owner reads it, as words may hold a key of the engine's interface.
+
+    Raises:
+        EngineError: It cannot be made.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise EngineError(_cannot_be_made(directory, error)) from error
+
+
+def _cannot_be_made(directory: Path, error: OSError) -> Problem:
+    return Problem(where=str(directory), what="cannot be made", found=error.strerror)
 
 
 def check_outside(path: Path, served: Path, *, option: str) -> None:

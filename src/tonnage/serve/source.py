@@ -1,16 +1,16 @@
-"""What is to be served: a package, a prepared directory or a checkpoint, opened as something that can be planned."""
+"""What is served or planned: a package, a prepared directory or a checkpoint, opened as something to be planned."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from tonnage.api import Checkpoint, open_checkpoint, read_config
 from tonnage.checkpoint.io import CheckpointHeaders, read_bytes
-from tonnage.errors import CheckpointError, FlagsError, Problem, one_line, raise_if_any
+from tonnage.errors import CheckpointError, FlagsError, Problem, UnitError, one_line, raise_if_any
 from tonnage.export.agreement import read_package_plan, read_provenance
 from tonnage.export.manifest import MANIFEST_LIMIT_BYTES, PackageError, Parallel, parse_manifest
 from tonnage.export.provenance import read_origin
@@ -28,6 +28,8 @@ from tonnage.topology import Topology
 
 Kind = Literal["package", "prepared directory", "checkpoint"]
 _WEIGHTS = "weights."
+_OF_THE_CUT = ("--tp", "--ep", "--pp", "--convert")
+"""Options that suggestions for another preparation begin with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +71,40 @@ class Served:
             what, expected = "cut by the rules of another engine", f"prepare --engine {engine}"
             raise FlagsError(Problem(where=self.name, what=what, expected=expected, found=self.engine))
 
+    def sizes(self, *, tp: int | None, ep: int | None, pp: int | None) -> Topology:
+        """Return the parallel sizes: those it is cut for, else as asked.
+
+        Raises:
+            UnitError: Others are asked for than it is cut for; every one is named.
+            PlacementError: There is no such topology.
+        """
+        cut = self.topology
+        if cut is None:
+            return Topology(tp=1 if tp is None else tp, ep=1 if ep is None else ep, pp=1 if pp is None else pp)
+        asked = (("--tp", tp, cut.tp), ("--ep", ep, cut.ep), ("--pp", pp, cut.pp))
+        raise_if_any(
+            UnitError,
+            (
+                Problem(where=option, what="cut for another topology", expected=cut.words, found=str(size))
+                for option, size, own in asked
+                if size is not None and size != own
+            ),
+        )
+        return Topology(tp=cut.tp, ep=cut.ep, pp=cut.pp)
+
+    def suggested(self, found: tuple[str, ...]) -> tuple[str, ...]:
+        """Return what would fit; what another cut or conversion would, says that it must be prepared for that."""
+        if self.layout == "hf":
+            return found
+        return tuple(f"{words} (prepared anew)" if words.startswith(_OF_THE_CUT) else words for words in found)
+
     def check_plan(self, plan: Plan) -> None:
         """Refuse a plan of other weights than those on record: bytes of every rank, padding aside.
 
         Raises:
             CheckpointError: Naming the ranks that differ.
         """
-        if self.recorded is None or self.layout != "tp":
+        if self.recorded is None or self.layout != "tp" or plan.placement is None:
             return
         planned = {
             ledger.rank: sum(line.nbytes for line in ledger.lines if line.component.startswith(_WEIGHTS))
@@ -192,6 +221,8 @@ def _of_ranks(directory: Path, record: _Record) -> Checkpoint:
     config = read_config(directory)
     shard = whole_tensors(_tensors(directory, Topology(tp=sizes.tp, ep=sizes.ep, pp=sizes.pp)))
     assignment = assign_headers(blueprint_of(config), (shard,))
+    note = f"a {record.kind}, cut for {sizes.words} by the rules of {record.engine}: bytes are as its ranks store them"
+    assignment = replace(assignment, notes=(note, *assignment.notes))
     headers = CheckpointHeaders(shards=(shard,), notes=())
     return Checkpoint(name=record.name, digest=record.digest, assignment=assignment, headers=headers)
 
@@ -202,8 +233,9 @@ def _tensors(directory: Path, topology: Topology) -> Iterator[TensorView]:
     for rank in range(0, topology.world_size, step):
         folder = directory / rank_directory(topology, rank)
         if found := layer_files(folder):
-            what = "experts in an exl3-v1 container, which vLLM does not load"
-            raise FlagsError(Problem(where=f"{folder.name}/{found[0]}", what=what))
+            what = "experts in an exl3-v1 container, whose slots are not put together again"
+            expected = "its source; `tonnage measure` for what its ranks hold"
+            raise FlagsError(Problem(where=f"{folder.name}/{found[0]}", what=what, expected=expected))
         with open_rank(folder, rank) as view:
             yield from view.tensors.values()
 

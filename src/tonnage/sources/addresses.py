@@ -23,7 +23,9 @@ def is_remote(text: str | Path) -> bool:
     return isinstance(text, str) and text.lower().startswith(REMOTE)
 
 
-def open_source(text: str | Path, *, limits: Limits | None = None, transfer: Transfer | None = None) -> Source:
+def open_source(
+    text: str | Path, *, limits: Limits | None = None, transfer: Transfer | None = None, whole: bool = True
+) -> Source:
     """Return the source at an address; a directory on this machine is not looked at yet.
 
     Args:
@@ -31,6 +33,8 @@ def open_source(text: str | Path, *, limits: Limits | None = None, transfer: Tra
             or a path.
         limits: How long servers are waited for, and whether they are asked at all; by default as the environment says.
         transfer: Where it is counted what goes over the network; a new one by default.
+        whole: Whether it is wanted whole. A web server lists nothing: without, it is asked for no index, and what is
+            in the directory are the files that were asked for by name.
 
     Raises:
         SourceError: The address cannot be read, or its server cannot be reached or answers wrong.
@@ -42,7 +46,12 @@ def open_source(text: str | Path, *, limits: Limits | None = None, transfer: Tra
 
     assert isinstance(text, str)
     scheme = text.partition(":")[0].lower()
-    return _OPENERS[scheme](text, limits or Limits.of_environment(), transfer or Transfer())
+    limits, transfer = limits or Limits.of_environment(), transfer or Transfer()
+    if scheme in ("http", "https"):
+        from tonnage.sources.web import open_web  # noqa: PLC0415 - as above
+
+        return open_web(text, limits, transfer, whole=whole)
+    return _OPENERS[scheme](text, limits, transfer)
 
 
 def open_folder(source: Source, folder: str) -> Source:
@@ -70,15 +79,18 @@ def open_folder(source: Source, folder: str) -> Source:
 def split_file(text: str) -> tuple[str, str | None]:
     """Return the address of a directory and, where an address ends in ``.json``, the file in it that is meant.
 
+    On the hub, where repositories may be called anything, that is ``config.json``.
+
     >>> split_file("https://example.com/m/config.json")
     ('https://example.com/m', 'config.json')
     >>> split_file("s3://bucket/m")
     ('s3://bucket/m', None)
+    >>> split_file("hf:org/name@main/config.json"), split_file("hf:org/name.json")
+    (('hf:org/name@main', 'config.json'), ('hf:org/name.json', None))
     """
     parent, slash, file = text.rpartition("/")
-    if text.lower().startswith("hf:") or not slash or not file.endswith(".json"):
-        return text, None
-    return parent, file
+    meant = file == "config.json" if text.lower().startswith("hf:") else file.endswith(".json")
+    return (parent, file) if slash and meant else (text, None)
 
 
 def _open_hub(text: str, limits: Limits, transfer: Transfer) -> Source:
@@ -91,16 +103,10 @@ def _open_hub(text: str, limits: Limits, transfer: Transfer) -> Source:
     return open_hub(text, limits, transfer)
 
 
-def _open_web(text: str, limits: Limits, transfer: Transfer) -> Source:
-    from tonnage.sources.web import open_web  # noqa: PLC0415 - as above
-
-    return open_web(text, limits, transfer)
-
-
 def _open_store(text: str, limits: Limits, transfer: Transfer) -> Source:
     from tonnage.sources.store import open_store  # noqa: PLC0415 - as above
 
     return open_store(text, limits, transfer)
 
 
-_OPENERS = {"hf": _open_hub, "https": _open_web, "http": _open_web, "s3": _open_store, "gs": _open_store}
+_OPENERS = {"hf": _open_hub, "s3": _open_store, "gs": _open_store}

@@ -26,8 +26,14 @@ _LOOK_BYTES_OF_OTHERS = 64 << 10
 _HUB_HOSTS = frozenset({"huggingface.co", "www.huggingface.co", "hf.co"})
 
 
-def open_web(text: str, limits: Limits, transfer: Transfer) -> RemoteSource:
+def open_web(text: str, limits: Limits, transfer: Transfer, *, whole: bool = True) -> RemoteSource:
     """Return the directory at ``https://host/directory/``; nothing is asked for yet.
+
+    Args:
+        text: The address.
+        limits: What the server may cost.
+        transfer: Where that is counted.
+        whole: Whether its shard files are wanted, and not only files that are asked for by name.
 
     Raises:
         SourceError: It is no such address, or leads in the clear to another machine.
@@ -43,9 +49,9 @@ def open_web(text: str, limits: Limits, transfer: Transfer) -> RemoteSource:
         expected = f"hf:{'/'.join(words[:2])}"
         raise SourceError(Problem(where=text, what="a page of the hub", expected=expected))
     base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}/"
-    shelf = Shelf(base)
+    shelf = Shelf(base if whole else f"{base} by name")  # which must not pass for all there is
     client = WebClient(limits=limits, transfer=transfer, home=origin, plain=plain)
-    files = WebFiles(base, client, shelf)
+    files = WebFiles(base, client, shelf, whole=whole)
     name = words[-1] or origin.host
     return RemoteSource(name=name, address=base, files=files, shelf=shelf, limits=limits, transfer=transfer)
 
@@ -53,14 +59,16 @@ def open_web(text: str, limits: Limits, transfer: Transfer) -> RemoteSource:
 class WebFiles:
     """Files below one URL."""
 
-    def __init__(self, base: str, client: WebClient, shelf: Shelf) -> None:
+    def __init__(self, base: str, client: WebClient, shelf: Shelf, *, whole: bool = True) -> None:
         """Ask for nothing yet.
 
         Args:
             base: URL of the directory, with a slash at its end.
             client: Who asks.
             shelf: Where an index is kept.
+            whole: Whether an index is asked for.
         """
+        self._whole = whole
         self._base = base
         self._client = client
         self._shelf = shelf
@@ -68,7 +76,9 @@ class WebFiles:
         self._lock = Lock()
 
     def listed(self) -> Listing:
-        """Return the shard files that the index names, or the only one there is."""
+        """Return the shard files that the index names, or the only one there is; none if they are not wanted."""
+        if not self._whole:
+            return Listing(files={})
         index = self.looked(INDEX_FILE)
         names = [SINGLE_FILE] if index is None else self._named(index)
         limits = self._client.limits

@@ -118,9 +118,12 @@ def _flags(shelf: Shelf, raw: bytes) -> Answer:
     serve, command = launch(
         plan,
         request,
-        model=body.model or _opened_name(body.checkpoint),
+        source=_source_name(body.checkpoint),
+        opened=_opened_name(body.checkpoint),
+        model=body.model,
         draft_model=None if body.draft is None else _opened_name(body.draft),
         quantization=body.quantization,
+        utilization=body.utilization,
     )
     return _document(flags_document(serve, command))
 
@@ -130,10 +133,15 @@ def _opened_name(address: Address) -> str:
     return name_of(address) if address.path is UNSET else served_name(address.path)
 
 
+def _source_name(address: Address) -> str:
+    """Return what ``tonnage prepare`` takes for an address."""
+    return _opened_name(address) if address.hub is UNSET else f"hf:{address.hub}"
+
+
 def _observe(shelf: Shelf, raw: bytes) -> Answer:  # noqa: ARG001 - every answer is called alike
     body = read_body(raw, ObserveBody)
     gpu = None if body.gpu is None else find_gpu(body.gpu).slug
-    return _document(observe_document(observe_text(body.log, body.plan), gpu=gpu))
+    return _document(observe_document(observe_text(body.log, body.plan, gpu=gpu), gpu=gpu))
 
 
 def _report(shelf: Shelf, raw: bytes) -> Answer:

@@ -60,6 +60,7 @@ class Options(Struct, kw_only=True, forbid_unknown_fields=True):
     free: (
         Annotated[str, _Text, Meta(description="Free memory of the server's own GPUs: all, or such as 0,2.")] | None
     ) = None
+    utilization: Share | None = None
     reserve: Size = "0"
     kv_dtype: Name | None = None
     kv_bytes: Size | None = None
@@ -68,6 +69,8 @@ class Options(Struct, kw_only=True, forbid_unknown_fields=True):
     draft: Address | None = None
     draft_method: Method | None = None
     draft_tokens: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
+    draft_bytes: Size = "0"
+    convert: Convert = "none"
 
 
 class PlanBody(Options, kw_only=True, forbid_unknown_fields=True):
@@ -78,9 +81,6 @@ class PlanBody(Options, kw_only=True, forbid_unknown_fields=True):
     engine: AnyEngine = "split"
     profile: Annotated[str, _Text, Meta(examples=["c4-p4096"])] | None = None
     context: Annotated[int, _Count] | None = None
-    utilization: Share | None = None
-    draft_bytes: Size = "0"
-    convert: Convert = "none"
     estimator: Literal["exact", "credit"] = "exact"
     credit_permille: Annotated[int, Meta(ge=0, le=1000)] | None = None
     calibration: Annotated[str, _Text, Meta(description="A name out of `tonnage calibrations`.")] | None = None
@@ -108,9 +108,6 @@ class FitBody(Options, kw_only=True, forbid_unknown_fields=True):
     engine: AnyEngine = "vllm"
     profile: Annotated[str, _Text, Meta(examples=["c4-p4096"])] = "c1-p4096"
     context: Annotated[int, _Count] | None = None
-    utilization: Share | None = None
-    draft_bytes: Size = "0"
-    convert: Convert = "none"
 
 
 class FlagsBody(Options, kw_only=True, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ from tonnage.report.bars import Bar, bars, size_words
 from tonnage.report.growth import growth_of, growth_words
 from tonnage.saved_plan import SavedPlan
 from tonnage.ui.choices import LABELS
-from tonnage.ui.state import CONFIG_NAME, DEFAULTS, PageState, State, fields_of, query_of, said, suggested
+from tonnage.ui.state import CONFIG_NAME, PageState, State, fields_of, query_of, said, suggested
 from tonnage.units import gib
 
 Kind = Literal["fits", "refused", "open", "unusable", "empty"]
@@ -161,8 +161,6 @@ def no_launch(state: State) -> str | None:
     """Return why a plan that fits has no launch command; ``None`` if it may have one."""
     if state.engine == "split":
         return "Prepared ranks are launched by what they are prepared for: choose its engine."
-    if state.convert != DEFAULTS.convert:
-        return "Converted weights are launched from what tonnage prepare writes."
     if not (state.concurrency and state.prefill and state.context):
         return "Say how many requests of which context are served, and there is a command."
     return None
