@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -606,9 +607,12 @@ def test_a_transient_of_no_other_group_is_activation():
     assert group_of(line_of("load.repack", transient=True)) == "load"
 
 
-def plan_file(tmp_path, lines, *, tp=1, pp=1, **more: object):
+def plan_file(tmp_path, lines, *, tp=1, pp=1, **more: Any):
     names = ("component", "nbytes", "bound_nbytes", "transient")
     ranks = [[dict(zip(names, one, strict=True)) for one in lines]] * (tp * pp)
+    more["checkpoint"] = {"name": "", "digest": "a" * 64, "family": "llama"} | more.get("checkpoint", {})
+    if more.get("supply"):
+        more["supply"] = {"basis": "assumed", "source": "by hand"} | more["supply"]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(by_hand(ranks, **{"topology": {"tp": tp, "ep": 1, "pp": pp, "dcp": 1}, **more})))
     return path
