@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tonnage.checkpoint import header_check, headers
 from tonnage.checkpoint.headers import Header, TensorEntry, parse_header
 from tonnage.checkpoint.skeletons import HeaderReader
 from tonnage.errors import CheckpointError
@@ -216,6 +217,61 @@ def test_a_claim_of_2_to_the_60_bytes_costs_nothing() -> None:
         tracemalloc.stop()
 
     assert peak < 100_000
+
+
+ENTRY = b'"a":{"dtype":"U8","shape":[],"data_offsets":[0,0]}'
+TOO_MUCH = {
+    "objects": (b'{"":{}' + b',"":{}' * 700_000 + b"}", "Object missing required field"),
+    "arrays": (b'{"a":[[]' + b",[]" * 700_000 + b"]}", "Expected `object`, got `array`"),
+    "axes": (b'{"a":{"dtype":"U8","data_offsets":[0,0],"shape":[0' + b",0" * 1_100_000 + b"]}}", "Expected `array` of"),
+    "strings": (b'{"a":[""' + b',""' * 2_100_000 + b"]}", "Expected `object`, got `array`"),
+    "one name": (b"{" + ENTRY + (b"," + ENTRY) * 210_000 + b"}", "a name or field twice"),
+    "metadata": (b'{"__metadata__":{"":""' + b',"":""' * 1_100_000 + b"}}", "a name or field twice"),
+}
+
+
+@pytest.mark.parametrize(("raw", "doubt"), TOO_MUCH.values(), ids=TOO_MUCH)
+def test_what_is_no_header_is_refused_before_it_is_decoded(raw: bytes, doubt: str) -> None:
+    """An object costs a hundred times the bytes it is written with."""
+    with pytest.raises(CheckpointError) as refusal:
+        parse(shard(raw))
+
+    (problem,) = refusal.value.problems
+    assert problem.what == "header: not plain, and too large to be explained"
+    assert problem.found is not None
+    assert problem.found.startswith(doubt)
+
+
+def test_no_file_has_more_tensors_than_a_large_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that many tensors would have is not decoded."""
+    monkeypatch.setattr(headers, "MOST_TENSORS", 3)
+    monkeypatch.setattr(header_check, "_MOST_VALUES", 5)
+    content = shard({name: tensor(1, place) for place, name in enumerate("abcd")}, 4)
+
+    with pytest.raises(CheckpointError, match=r"too large to be explained; .* found more text than 3 tensors have$"):
+        parse(content)
+
+
+def test_what_strings_spell_is_not_counted() -> None:
+    text = ",[{" * 600_000 + '"'
+    header = parse(shard({"__metadata__": {"tags": text}, "a": tensor(1)}, 1))
+
+    assert header.metadata == {"tags": text}
+
+
+def test_a_large_header_with_wrong_values_says_which() -> None:
+    """Not decoded a second time: 210,000 are more than that would be done for."""
+    entry = '"t%d":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}'
+    raw = "{" + ",".join(entry % (n, n, n + 1 + (n == 205_000)) for n in range(210_000)) + "}"
+
+    with pytest.raises(CheckpointError) as refusal:
+        parse(shard(raw.encode(), 10))
+
+    assert str(refusal.value).splitlines() == [
+        "model.safetensors: t205000: data_offsets; expected 1 bytes for U8 [1]; found 2 bytes",
+        "model.safetensors: t205001: data_offsets: overlaps the tensor before it; expected begin 205002; found begin 205001",
+        "model.safetensors: truncated; expected 14156684 bytes; found 13946694 bytes",
+    ]
 
 
 def test_a_prefix_shorter_than_the_header_is_truncated_whatever_the_file_size() -> None:

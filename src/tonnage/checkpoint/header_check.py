@@ -1,7 +1,7 @@
 """The slow reading of a safetensors header: every rule on its own, every breach a problem that says what was found.
 
 ``headers`` comes here when its fast way is not certain. This module decides; the fast way only ever accepts what this
-one would accept.
+one would accept. A header of which only values are wrong is not decoded again.
 """
 
 from __future__ import annotations
@@ -10,20 +10,32 @@ from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from tonnage.checkpoint.strict_json import Members, NotJsonError, is_unicode, kind_of, members, repeated
+from tonnage.checkpoint.strict_json import (
+    Members,
+    NotJsonError,
+    has_too_much,
+    is_unicode,
+    kind_of,
+    members,
+    repeated,
+)
 from tonnage.errors import CheckpointError, Problem, TonnageError
 from tonnage.formats.dtypes import DTYPE_BITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 PREFIX_BYTES = 8
 LONGEST_HEADER = 100_000_000  # safetensors/src/tensor.rs, MAX_HEADER_SIZE
+MOST_TENSORS = 1_000_000
+"""Of one file. The largest checkpoint known has half as many, in 96 files."""
 LONGEST_NAME = 1024
 MOST_AXES = 32
 LARGEST = (1 << 63) - 1
 METADATA = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
+_MOST_VALUES, _MOST_CONTAINERS = 1_000_000, 600_000
+"""Of a header that is decoded here: those of 200,000 tensors."""
 _WRITTEN_OUT = 20
 _SHOWN_NAME, _SHOWN_ITEMS = 200, 8
 
@@ -96,14 +108,19 @@ def payload_bytes(dtype: str, shape: Sequence[int]) -> int | None:
     return None if rest else whole
 
 
-def read(raw: bytes, findings: Findings) -> tuple[list[Span], dict[str, str]]:
+def read(raw: bytes, findings: Findings, *, doubt: str = "") -> tuple[list[Span], dict[str, str]]:
     """Return all tensors with usable offsets and the metadata; note everything that is wrong except the layout.
 
-    The layout cannot be judged when a tensor has no usable offsets: then no spans are returned.
+    The layout cannot be judged when a tensor has no usable offsets: then no spans are returned. A header of more than a
+    file has that is not written as all are is not decoded, and refused with the doubt the fast way had.
     """
     if not raw.startswith(b"{"):
         found = repr(chr(raw[0])) if chr(raw[0]).isascii() else f"byte 0x{raw[0]:02x}"
         findings.add("header: not a JSON object", expected="'{' first", found=found)
+        return [], {}
+    if has_too_much(raw, values=_MOST_VALUES, containers=_MOST_CONTAINERS):
+        expected = "tensors as safetensors writes them"
+        findings.add("header: not plain, and too large to be explained", expected=expected, found=doubt)
         return [], {}
     try:
         document = members(raw)
@@ -121,8 +138,34 @@ def read(raw: bytes, findings: Findings) -> tuple[list[Span], dict[str, str]]:
         else:
             _check_name(name, findings)
             spans.append(_tensor(name, value, findings))
+    return _usable(spans), metadata
+
+
+def read_values(tensors: Iterable[tuple[str, str, tuple[int, ...], tuple[int, int]]], findings: Findings) -> list[Span]:
+    """Return what ``read`` does of tensors that were decoded: name, dtype, shape and offsets, each of its type.
+
+    Args:
+        tensors: No name twice; at most 32 axes; all numbers from 0 to 2^63 - 1.
+        findings: Gets what is wrong with names and values.
+    """
+    sizes: dict[tuple[str, tuple[int, ...]], int | None] = {}
+    spans: list[Span | None] = []
+    for name, dtype, shape, (begin, end) in tensors:
+        key = (dtype, shape)
+        if key not in sizes:
+            sizes[key] = payload_bytes(dtype, shape)
+        if sizes[key] == end - begin and 0 < len(name) <= LONGEST_NAME and name.isprintable():
+            spans.append(Span(begin, end, name, dtype, shape))
+            continue
+        _check_name(name, findings)
+        spans.append(_judged(name, {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}, findings))
+    return _usable(spans)
+
+
+def _usable(spans: Sequence[Span | None]) -> list[Span]:
+    """Return the tensors by their place; none if one of them has none."""
     known = sorted((span for span in spans if span is not None), key=_PLACE)
-    return (known if len(known) == len(spans) else []), metadata
+    return known if len(known) == len(spans) else []
 
 
 def check_layout(spans: Iterable[Span], data_begin: int, file_bytes: int, findings: Findings) -> None:
@@ -188,6 +231,11 @@ def _tensor(name: str, value: object, findings: Findings) -> Span | None:
     for key in _FIELDS:
         if key not in fields:
             findings.add(f"missing field {key}", tensor=name, expected=", ".join(_FIELDS), found=", ".join(fields)[:80])
+    return _judged(name, fields, findings)
+
+
+def _judged(name: str, fields: Mapping[str, object], findings: Findings) -> Span | None:
+    """Return the tensor if its offsets can be used, noting what is wrong with the values of its fields."""
     dtype = _dtype(name, fields["dtype"], findings) if "dtype" in fields else None
     shape = _shape(name, fields["shape"], findings) if "shape" in fields else None
     offsets = _offsets(name, fields["data_offsets"], findings) if "data_offsets" in fields else None

@@ -4,9 +4,9 @@
 the payload, or refuses with all problems at once. Nothing here reads files; reading many headers fast is left to
 ``skeletons``.
 
-A header msgspec decodes without any doubt takes the fast way. Everything else (escapes in names, metadata in an
-unusual place, and whatever is wrong) goes through ``header_check``, which reads it slowly, explains it, and still
-accepts what is legal.
+A header msgspec decodes without any doubt takes the fast way; if its values are wrong, ``header_check`` says how.
+Everything else (escapes in names, metadata in an unusual place, and whatever is no header) is decoded by
+``header_check``, which reads it slowly, explains it, and still accepts what is legal, within bounds of its own.
 
 Source:
     huggingface/safetensors, ``safetensors/src/tensor.rs`` (``read_metadata``, ``Metadata::validate``). Stricter here:
@@ -19,7 +19,7 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 
@@ -28,7 +28,9 @@ from tonnage.checkpoint.header_check import (
     LARGEST,
     LONGEST_HEADER,
     LONGEST_NAME,
+    METADATA,
     MOST_AXES,
+    MOST_TENSORS,
     PREFIX_BYTES,
     Findings,
     Span,
@@ -127,19 +129,27 @@ def parse_header(prefix: bytes, *, file_bytes: int, where: str) -> Header:
     if len(prefix) < data_begin:
         raise CheckpointError(_truncated(where, data_begin, len(prefix), "truncated inside the header"))
     raw = prefix[PREFIX_BYTES:data_begin]
-    certain = _decode_certain(raw)
-    if certain is not None and certain.payload_bytes == file_bytes - data_begin:
-        return certain
-    return _parse_slowly(raw, data_begin, file_bytes, where)
+    plain = _decode_plain(raw)
+    if not isinstance(plain, str) and _names_are_plain(plain.fields):
+        tensors = _placed(plain.fields)
+        if tensors is not None and (tensors[-1].end if tensors else 0) == file_bytes - data_begin:
+            return Header(tensors=tensors, metadata=plain.metadata, data_begin=data_begin)
+    return _parse_slowly(raw, plain, file_bytes, where)
 
 
 def _truncated(where: str, expected: int, found: int, what: str) -> Problem:
     return Problem(where=where, what=what, expected=f"{expected} bytes", found=f"{found} bytes")
 
 
-def _parse_slowly(raw: bytes, data_begin: int, file_bytes: int, where: str) -> Header:
+def _parse_slowly(raw: bytes, plain: _Plain | str, file_bytes: int, where: str) -> Header:
+    data_begin = PREFIX_BYTES + len(raw)
     findings = Findings(where)
-    spans, metadata = header_check.read(raw, findings)
+    metadata: Mapping[str, str]
+    if isinstance(plain, str):
+        spans, metadata = header_check.read(raw, findings, doubt=plain)
+    else:
+        values = ((name, field.dtype, field.shape, field.data_offsets) for name, field in plain.fields.items())
+        spans, metadata = header_check.read_values(values, findings), plain.metadata
     header_check.check_layout(spans, data_begin, file_bytes, findings)
     findings.raise_if_any()
     return Header(tensors=tuple(map(_entry_of, spans)), metadata=metadata, data_begin=data_begin)
@@ -166,18 +176,29 @@ _STRINGS = msgspec.json.Decoder(dict[str, str])
 _METADATA = re.compile(
     rb'\{[ \t\r\n]*"__metadata__"[ \t\r\n]*:[ \t\r\n]*(\{[^{}\\]*\})[ \t\r\n]*(?:,(?=[ \t\r\n]*")|(?=\}))'
 )
+_MINUS_ZERO = re.compile(rb"[\[,: \t\r\n]-0")  # as a number, or in a text that looks like it
 _QUOTES_PER_TENSOR = 10  # name, three field names, dtype
 _BY_PLACE = attrgetter("begin", "end")
 
 
-def _decode_certain(raw: bytes) -> Header | None:
-    """Return the header if it is beyond doubt apart from the file size; None to have it read slowly.
+class _Plain(NamedTuple):
+    """A header in which every name and field stands once and every value has its type."""
+
+    metadata: dict[str, str]
+    fields: dict[str, _Fields]
+
+
+def _decode_plain(raw: bytes) -> _Plain | str:
+    """Return the header if its structure is beyond doubt; the doubt to have it read slowly.
 
     Without backslashes every quote opens or closes a string, and the decoder has refused unknown fields, so the number
     of quotes says exactly whether any name or field was written twice.
     """
-    if not raw.startswith(b"{") or b"\\" in raw or b"-0" in raw:
-        return None
+    written = raw.count(b'"')
+    if written > _QUOTES_PER_TENSOR * MOST_TENSORS:
+        return f"more text than {MOST_TENSORS} tensors have"
+    if not raw.startswith(b"{") or b"\\" in raw or (b"-0" in raw and _MINUS_ZERO.search(raw)):
+        return "an escape or -0"
     metadata: dict[str, str] = {}
     rest, quotes = raw, 0
     try:
@@ -186,14 +207,11 @@ def _decode_certain(raw: bytes) -> Header | None:
             rest = b"{" + raw[found.end() :]
             quotes = 2 + 4 * len(metadata)
         fields = _TENSORS.decode(rest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    if raw.count(b'"') != quotes + _QUOTES_PER_TENSOR * len(fields) or not _names_are_plain(fields):
-        return None
-    tensors = _placed(fields)
-    if tensors is None:
-        return None
-    return Header(tensors=tensors, metadata=metadata, data_begin=PREFIX_BYTES + len(raw))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return str(error)
+    if written != quotes + _QUOTES_PER_TENSOR * len(fields) or METADATA in fields:
+        return "a name or field twice, or metadata that is not the first member"
+    return _Plain(metadata, fields)
 
 
 def _names_are_plain(names: Iterable[str]) -> bool:

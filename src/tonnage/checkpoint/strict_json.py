@@ -20,6 +20,7 @@ MOST_VALUES = 1_000_000
 MOST_CONTAINERS = 100_000
 """Beyond these a small JSON file costs more than any config is worth. The largest one known has 12,000 objects."""
 MOST_PROBLEMS = 40
+_MOST_QUOTES = 4  # of a key and its value
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
@@ -89,7 +90,7 @@ def parse_object(raw: bytes, *, where: str, kind: type[TonnageError], constants:
     Raises:
         TonnageError: As ``kind``, with all problems: not UTF-8, not JSON, not an object, duplicate keys, too deep.
     """
-    if _has_too_much(raw) and _has_too_much(_STRING.sub(b"", raw)):
+    if has_too_much(raw, values=MOST_VALUES, containers=MOST_CONTAINERS):
         expected = f"at most {MOST_VALUES} values and {MOST_CONTAINERS} arrays and objects"
         raise kind(Problem(where=where, what="too many values", expected=expected))
     try:
@@ -109,9 +110,18 @@ def parse_object(raw: bytes, *, where: str, kind: type[TonnageError], constants:
     return plain
 
 
-def _has_too_much(raw: bytes) -> bool:
-    """Whether a text has more commas and brackets than there may be values; those in strings, as of a log, count."""
-    return raw.count(b",") > MOST_VALUES or raw.count(b"[") + raw.count(b"{") > MOST_CONTAINERS
+def has_too_much(raw: bytes, *, values: int, containers: int) -> bool:
+    """Whether a text has more values, or more arrays and objects; what its strings spell, as of a log, is not counted.
+
+    Nothing is decoded, and no more time is spent on it than the values would take.
+    """
+
+    def counted(text: bytes) -> bool:
+        return text.count(b",") > values or text.count(b"[") + text.count(b"{") > containers
+
+    if raw.count(b'"') > _MOST_QUOTES * values:
+        return True
+    return counted(raw) and counted(_STRING.sub(b"", raw))
 
 
 def kind_of(value: object) -> str:

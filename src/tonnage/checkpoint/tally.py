@@ -69,7 +69,8 @@ class Masker:
 
     def split(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Return the masked name and the numbers it stands for."""
-        masked_name, numbers = _NUMBER.sub("#", name.replace("#", "##")), tuple(map(int, _NUMBER.findall(name)))
+        parts = _NUMBER.split(name.replace("#", "##"))  # a number after every part but the last
+        masked_name, numbers = "#".join(parts[::2]), tuple(map(int, parts[1::2]))
         for pattern, spelled in self._spelled.get(masked_name, ()):
             if all(fixed is None or fixed == number for fixed, number in zip(spelled, numbers, strict=True)):
                 return pattern, tuple(n for fixed, n in zip(spelled, numbers, strict=True) if fixed is None)
