@@ -49,8 +49,6 @@ REASONS = {
     "gemma-4-31b-it-id-suffix-not-checked-vllm-tp2-341": "tokens of a step not stated, an XPU with blocks of 64; with "
     "4,096: equal",
     "qwen3.6-27b-quantised-vllm-tp1-228": "draft not stated; with three tokens of MTP: 6.64 GiB",
-    "deepseek-v4-flash-vllm-tp2-251": "release not stated; with tuples of pages (before 0.26): 6.66 GiB, 13,520",
-    "kimi-k3-vllm-tp4-308": "a third of what the model keeps; the launch is not stated",
 }
 REASONS |= dict.fromkeys(
     (
@@ -59,6 +57,11 @@ REASONS |= dict.fromkeys(
     ),
     "prefix caching not stated; without: equal",
 )
+
+
+def was_refused(row: Mapping[str, Any]) -> bool:
+    """Whether the engine did not start, because the cache could not hold the longest context."""
+    return bool(row.get("needed_gib") or row.get("refused"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +146,7 @@ def plan(row: Mapping[str, Any], blueprint: Blueprint, **changes: Any) -> tuple[
         "model_dtype": "F32" if row.get("dtype") == "float32" else "BF16",
         "block_tokens": None if hybrid else row.get("block_tokens"),  # of a hybrid it is printed as raised
         "draft_tokens": row["draft_tokens"],
+        "prefix_caching": row.get("prefix_caching", True),
         "max_batched_tokens": row.get("max_batched_tokens")
         or next(tokens for gib, tokens in STEP_TOKENS if row["gpu_gib"] >= gib),
         "counts": row.get("counts") or token_count(version),
@@ -169,7 +173,7 @@ def report(found: list[Answer]) -> str:
     """Return the Markdown report."""
     compared = [a for a in found if not a.aside and a.tokens is not None]
     exact = [a for a in compared if a.row["exact"]]
-    refused = [a for a in found if not a.aside and a.row.get("needed_gib")]
+    refused = [a for a in found if not a.aside and was_refused(a.row)]
     lines = [
         "# Agreement with the KV capacity vLLM prints",
         "",
@@ -234,7 +238,8 @@ def _refusal(a: Answer) -> str:
     hundredths = -(-(a.needed_bytes or 0) * 100 // GIB)
     longest = a.row.get("longest_tokens")
     return (
-        f"| `{a.row['id']}` | {_exact(a)} | {a.row['needed_gib']} | {hundredths // 100}.{hundredths % 100:02} "
+        f"| `{a.row['id']}` | {_exact(a)} | {a.row.get('needed_gib', 'not printed')} "
+        f"| {hundredths // 100}.{hundredths % 100:02} "
         f"| {f'{longest:,}' if longest else 'not printed'} | {a.longest_tokens:,} | {_why(a)} |"
     )
 

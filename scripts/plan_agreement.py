@@ -61,8 +61,8 @@ true.
 * refusals: the same, and `tonnage fit` for the longest context
 
 Rows without a known config, and those other reports set aside, are left out here for the same reasons:
-`docs/weights-agreement.md`, `docs/runtime-agreement.md`, `docs/kv-agreement.md`. All rows were seen while the rules
-were written; splits are reported there.
+`docs/weights-agreement.md`, `docs/runtime-agreement.md`, `docs/kv-agreement.md`. Rows were seen while the rules were
+written, but for five of the weights; splits are reported there.
 """
 
 
@@ -279,7 +279,7 @@ def refusals() -> list[Refusal]:
     return [
         Refusal(row=row, fit=fit_checkpoint(cache_checkpoint(row), _refused_request(row)))
         for row in compared_caches()
-        if row.get("needed_gib")
+        if kv_agreement.was_refused(row)
     ]
 
 
@@ -378,7 +378,7 @@ def _refusal(one: Refusal) -> str:
     row, needed = one.row, max(ledger.cache_bytes for ledger in one.fit.plan.ranks)
     longest = f"{row['longest_tokens']:,}" if row.get("longest_tokens") else "not printed"
     why = kv_agreement.REASONS.get(row["id"], "")
-    sizes = f"{row['needed_gib']} | {_gib(needed)} | {longest} | {one.fit.longest_context:,}"
+    sizes = f"{row.get('needed_gib', 'not printed')} | {_gib(needed)} | {longest} | {one.fit.longest_context:,}"
     return f"| `{row['id']}` | {_exact(row)} | {sizes} | {why} |"
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samples import LLAMA, load_script
-from tonnage.api import checkpoint_from_config
+from tonnage import PlanRequest, plan_checkpoint
+from tonnage.api import checkpoint_from_config, open_checkpoint
 from tonnage.checkpoint.config import parse_config
 from tonnage.engines import engine as find_engine
 from tonnage.errors import PlacementError
@@ -20,8 +21,10 @@ from tonnage.logged.experts import BACKENDS, backend_of
 from tonnage.logged.linears import Linear, added_bytes
 from tonnage.logged.lines import gpu_class_of, logged_lines, release_of
 from tonnage.logged.rotary import rotary_tables
+from tonnage.logged.step_buffers import step_buffers
 from tonnage.memory.term import Term
 from tonnage.placement import Placement, place
+from tonnage.profile import Profile
 from tonnage.topology import Topology
 from tonnage.units import MIB
 
@@ -252,3 +255,49 @@ def test_an_unknown_kernel_is_refused_by_name():
     assert {backend_of(name) for name in BACKENDS} == BACKENDS
     with pytest.raises(PlacementError, match="cutlas5"):
         by_component(placed(LLAMA), moe_backend="cutlas5")
+
+
+# --- buffers of a step -----------------------------------------------------------------------------------------------
+
+
+def step_bytes(name: str, tokens: int, *, pp_rank: int = 0, **options: Any) -> int:
+    placement = placed(json.loads((CONFIGS / f"{name}.json").read_text()), **options)
+    return sum(term.bound_nbytes for term in step_buffers(placement, pp_rank=pp_rank, step_tokens=tokens))
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "nbytes"),
+    [
+        ("Qwen__Qwen3-VL-2B-Instruct", 2048, 3 * 2048 * 2048 * 2),  # three taps, hidden size 2048
+        ("Qwen__Qwen3-VL-235B-A22B-Instruct", 8192, 3 * 8192 * 4096 * 2),
+        ("google__gemma-4-E4B-it", 2048, 42 * 2048 * 256 * 2),  # 42 layers, 256 elements each
+        ("deepseek-ai__DeepSeek-V3.2", 8192, 8192 * 2048 * 4),  # 2048 selected
+        ("Qwen__Qwen3.5-27B", 8192, 0),  # its list of taps is empty
+        ("deepseek-ai__DeepSeek-V3", 8192, 0),
+    ],
+)
+def test_buffers_of_a_step_grow_with_its_tokens(name: str, tokens: int, nbytes: int):
+    assert step_bytes(name, tokens) == nbytes
+    assert step_bytes(name, 2 * tokens) == 2 * nbytes
+
+
+def test_buffers_of_a_tower_are_on_its_stages_and_vllms_only():
+    assert step_bytes("Qwen__Qwen3-VL-2B-Instruct", 2048, engine="sglang") == 0
+    assert step_bytes("deepseek-ai__DeepSeek-V3.2", 2048, engine="sglang") == 0
+    assert step_bytes("deepseek-ai__DeepSeek-V3.2", 2048, pp=2, pp_rank=1) == 2048 * 2048 * 4
+
+
+def test_plans_hold_the_buffers_of_the_steps_they_are_asked_for():
+    checkpoint = open_checkpoint(CONFIGS / "Qwen__Qwen3-VL-2B-Instruct.json")
+    held = []
+    for tokens in (2048, 65536):
+        profile = Profile(prefill_chunk_tokens=tokens, context_tokens=2048)
+        plan = plan_checkpoint(checkpoint, PlanRequest(engine="vllm", profile=profile))
+        held.append([line.nbytes for line in plan.ranks[0].lines if line.component == "engine.step_buffers"])
+    assert held == [[3 * 2048 * 2048 * 2], [3 * 65536 * 2048 * 2]]
+
+
+def test_every_row_that_is_off_has_its_reason():
+    script = load_script("weights_agreement")
+    off = {row.facts["id"] for row in script.rows() if row.needs_reason}
+    assert off == set(script.REASONS)

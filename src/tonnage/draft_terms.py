@@ -18,6 +18,7 @@ from tonnage.draft import BLOCK_METHODS, WITHOUT_MODEL, PlacedDraft, embedding_o
 from tonnage.draft_weights import draft_weights, exact_term
 from tonnage.logged.lines import logged_lines
 from tonnage.logged.rotary import COMPONENT as ROTARY
+from tonnage.logged.step_buffers import step_buffers
 from tonnage.memory.runtime_rules import (
     GRAPH_PER_LAYER_BYTES,
     POOL_PER_TOKEN_BYTES,
@@ -71,7 +72,7 @@ def draft_terms(
         return tuple(_without_model(placed, pp_rank, serving))
     return (
         *draft_weights(placed, tp_rank=rank),
-        *_engine(placed, placement, rank, deployment, gpu_arch),
+        *_engine(placed, placement, rank, deployment, gpu_arch, serving.batched_tokens),
         *_probabilities(placed, placement, serving),
         _buffers(placed, placement, serving),
         *_graphs(placement, serving, deployment),
@@ -80,12 +81,20 @@ def draft_terms(
 
 
 def _engine(
-    placed: PlacedDraft, placement: Placement, rank: int, deployment: Deployment, gpu_arch: str | None
+    placed: PlacedDraft,
+    placement: Placement,
+    rank: int,
+    deployment: Deployment,
+    gpu_arch: str | None,
+    step_tokens: int,
 ) -> Iterator[Term]:
-    """Yield what the engine logs as weights beside them: tables, padding, copies, rounding."""
+    """Yield what the engine logs as weights beside them: tables, padding, copies, rounding, buffers of a step."""
     release = deployment.release
     version = ".".join(map(str, release)) if release else None
-    lines = logged_lines(placement, pp_rank=0, tp_rank=rank, gpu_arch=gpu_arch, engine_version=version)
+    lines = (
+        *logged_lines(placement, pp_rank=0, tp_rank=rank, gpu_arch=gpu_arch, engine_version=version),
+        *step_buffers(placement, pp_rank=0, step_tokens=step_tokens),
+    )
     kept = [line for line in lines if placed.draft.method != "mtp" or line.component != ROTARY]
     if kept:
         yield Term(

@@ -17,6 +17,7 @@ from tonnage.draft_terms import draft_terms
 from tonnage.engine_cache import Cache, CacheRequest, engine_cache
 from tonnage.errors import Problem, UnitError
 from tonnage.logged.lines import cpu_lines, logged_lines
+from tonnage.logged.step_buffers import step_buffers
 from tonnage.memory.cache_vllm import VllmCache
 from tonnage.memory.runtime import graph_estimate_term, load_terms, runtime_terms, serving_of
 from tonnage.memory.supply import Basis, Gpu
@@ -201,6 +202,7 @@ def serve(
         )
         cache_bytes = cache.needed_bytes(requests, limits.context_tokens) if cache else 0
         paged = _paged(limits, cache)
+        steps = tuple(step_buffers(placement, pp_rank=pp_rank, step_tokens=limits.batched_tokens))
         alike: dict[tuple[RankShape, Hashable], RankService] = {}
         for tp_rank in range(topology.tp):
             shape = shapes[pp_rank * topology.tp + tp_rank]
@@ -209,8 +211,9 @@ def serve(
                 drafted = _drafted(draft, service, paged, deployment, (pp_rank, tp_rank)) if draft else ()
                 terms = _runtime(shape, service, paged, deployment, records)
                 outside = _outside(service, deployment)
+                kept = (term for term in terms if term.component not in outside)
                 alike[key] = RankService(
-                    terms=(*shape.logged, *drafted, *(term for term in terms if term.component not in outside)),
+                    terms=(*shape.logged, *steps, *drafted, *kept),
                     load=() if service.device == "cpu" else load_terms(shape.model, deployment),
                     cache=cache,
                     concurrency=requests,

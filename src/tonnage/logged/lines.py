@@ -2,7 +2,7 @@
 
 vLLM prints the bytes of torch's allocator after loading, SGLang the difference of free memory. Both hold rotary tables,
 padding of kernels, copies, and the rounding of the allocator. Parameters, and what the engine's classes create beside
-them, are in the placement.
+them, are in the placement; what grows with the tokens of a step is in :mod:`tonnage.logged.step_buffers`.
 
 Source:
     vLLM 0.32.0 ``v1/worker`` ("Model loading took"); SGLang 0.5.23 "Load weight end". Compared with published logs in
@@ -18,6 +18,7 @@ from tonnage.logged.allocator import HeldTensors, allocator_line, held_tensors
 from tonnage.logged.experts import backend_of, expert_padding, expert_stacks
 from tonnage.logged.linears import absorbed_copies, emulated_weights, linear_padding, quantised_linears
 from tonnage.logged.rotary import rotary_line
+from tonnage.logged.step_buffers import TOWER_ROLES
 from tonnage.memory.term import Term
 from tonnage.units import MIB
 
@@ -32,7 +33,6 @@ REALLOCATED_EACH = 2 * MIB
 REALLOCATED_FROM = 20 * MIB
 TOWERS = "engine.tower_buffers"
 TOWERS_MOST = 96 * MIB
-TOWER_ROLES = frozenset({"vision", "projector", "audio"})
 DRIVER = "engine.modules"
 DRIVER_MOST = 256 * MIB
 _RELEASE = re.compile(r"v?(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?", re.ASCII)

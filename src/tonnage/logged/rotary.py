@@ -87,7 +87,7 @@ def rotary_tables(
         engine: ``vllm`` or ``sglang``.
         version: Release of the engine; ``None`` if it is not known.
     """
-    fields = _text_fields(config)
+    fields = text_fields(config)
     family = _family(config, fields)
     if family in WITHOUT:
         return ()
@@ -105,7 +105,7 @@ class _Maker:
 
     def tables(self) -> Iterator[RotaryTable]:
         """Yield one table per distinct rotation."""
-        rope = _object(self.fields, "rope_parameters") or _object(self.fields, "rope_scaling")
+        rope = inner_object(self.fields, "rope_parameters") or inner_object(self.fields, "rope_scaling")
         nested = {kind: inner for kind, inner in rope.items() if isinstance(inner, dict)}
         if "compress_rope_theta" in self.fields:
             yield self._table({}, self._head_size, 4)
@@ -126,21 +126,21 @@ class _Maker:
 
     @property
     def _head_size(self) -> int:
-        latent = _number(self.fields, "qk_rope_head_dim")
+        latent = number(self.fields, "qk_rope_head_dim")
         if latent and ("kv_lora_rank" in self.fields or "compress_rope_theta" in self.fields):
             return latent
-        heads = _number(self.fields, "num_attention_heads") or 1
-        hidden = _number(self.fields, "hidden_size") or 0
-        return _number(self.fields, "head_dim") or _number(self.fields, "attention_head_dim") or hidden // heads
+        heads = number(self.fields, "num_attention_heads") or 1
+        hidden = number(self.fields, "hidden_size") or 0
+        return number(self.fields, "head_dim") or number(self.fields, "attention_head_dim") or hidden // heads
 
     def _size_of(self, kind: str) -> int:
-        wide = _number(self.fields, "global_head_dim") if kind == "full_attention" else None
+        wide = number(self.fields, "global_head_dim") if kind == "full_attention" else None
         return wide or self._head_size
 
     def _table(self, rope: Mapping[str, object], head_size: int, element_bytes: int) -> RotaryTable:
         kind = rope.get("rope_type", rope.get("type", "default"))
-        trained = _number(self.fields, "max_position_embeddings") or DEFAULT_POSITIONS
-        original = _number(rope, "original_max_position_embeddings") or trained
+        trained = number(self.fields, "max_position_embeddings") or DEFAULT_POSITIONS
+        original = number(rope, "original_max_position_embeddings") or trained
         factor = _fraction(rope, "factor") or Fraction(1)
         positions = trained
         if kind in ("yarn", "deepseek_yarn", "deepseek_llama_scaling"):
@@ -148,7 +148,7 @@ class _Maker:
         elif kind in ("linear", "ntk"):
             positions = ceil(trained * factor)
         elif kind in ("longrope", "su"):
-            positions = trained + (_number(self.fields, "original_max_position_embeddings") or original)
+            positions = trained + (number(self.fields, "original_max_position_embeddings") or original)
         usual, most = self._multi_axis(rope)
         held, most_held = self._element_bytes(str(kind))
         return RotaryTable(
@@ -160,10 +160,10 @@ class _Maker:
         )
 
     def _width(self, rope: Mapping[str, object], head_size: int) -> int:
-        stated = _number(rope, "rope_dim") or _number(self.fields, "rotary_dim")
+        stated = number(rope, "rope_dim") or number(self.fields, "rotary_dim")
         if stated:
             return min(stated, head_size)
-        if _number(self.fields, "qk_rope_head_dim") == head_size:
+        if number(self.fields, "qk_rope_head_dim") == head_size:
             return head_size
         part = _fraction(rope, "partial_rotary_factor") or _fraction(self.fields, "partial_rotary_factor")
         return int(head_size * part) if part and part <= 1 else head_size
@@ -186,7 +186,8 @@ class _Maker:
         return (4, 4) if latent_yarn else (2, 2)
 
 
-def _text_fields(config: ModelConfig) -> Mapping[str, object]:
+def text_fields(config: ModelConfig) -> Mapping[str, object]:
+    """Return the fields of the language model."""
     for key in TEXT_SCOPES:
         if isinstance(config.fields.get(key), dict):
             return config.scope((key,))
@@ -198,12 +199,14 @@ def _family(config: ModelConfig, fields: Mapping[str, object]) -> str:
     return config.model_type or str(fields.get("model_type", ""))
 
 
-def _object(fields: Mapping[str, object], key: str) -> Mapping[str, object]:
+def inner_object(fields: Mapping[str, object], key: str) -> Mapping[str, object]:
+    """Return the object of a key; empty where there is none."""
     found = fields.get(key)
     return found if isinstance(found, dict) else {}
 
 
-def _number(fields: Mapping[str, object], key: str) -> int | None:
+def number(fields: Mapping[str, object], key: str) -> int | None:
+    """Return the number of a key; ``None`` where it says none above 0 that can be believed."""
     value = fields.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST else None
 
