@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from samples import write_key
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -16,6 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 def configs() -> Path:
     """The directory of public model configs."""
     return ROOT / "tests" / "data" / "configs"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A private and a public key."""
+    return write_key(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,8 @@ LLAMA: dict[str, Any] = {
 }
 """A config of tensors small enough to write out."""
 
+COMMAND = (sys.executable, "-P", "-c", "from tonnage.cli import main; main()")
+"""The command in a process of its own, whatever directory that starts in."""
 KIMI_K3 = SlotGeometry(
     num_experts=896,
     hidden_size=3584,
@@ -101,7 +103,6 @@ def caches_of(config: str | dict[str, Any]) -> tuple[LayerCache, ...]:
 
 def rehearse(path: Path, fields: dict[str, Any] = LLAMA, **options: Any) -> Path:
     """Write a checkpoint of a config, small with random weights unless the options say otherwise."""
-    from tonnage.checkpoint.config import parse_config
     from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
     write_rehearsal(parse_config(fields, name="small"), path, RehearsalOptions(**{"scaled_down": True, **options}))
@@ -208,7 +209,7 @@ def file_contents(directory: Path) -> dict[str, bytes]:
 def served(place: Path, *words: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Run ``tonnage ui`` in a directory, with one worker, and yield its address and its process."""
     options = ("--port", "0", "--no-browser", "--workers", "1")
-    command = [sys.executable, "-c", "from tonnage.cli import main; main()", "ui", *words, *options]
+    command = [*COMMAND, "ui", *words, *options]
     with subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -8,7 +8,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from packages import make_package
-from samples import LLAMA, file_contents, flip_last, write_key
+from samples import COMMAND, LLAMA, file_contents, flip_last, write_key
 from servers import Seen, hub_here, web
 from tonnage.cli import VERIFICATION_FAILED, app
 from tonnage.errors import TonnageError
@@ -31,17 +30,11 @@ from tonnage.prepare.io import PrepareError
 from tonnage.sources.addresses import open_source
 
 WEIGHTS = "weights/tp2/rank-{}/model-00001-of-00001.safetensors"
-COMMAND = [sys.executable, "-P", "-c", "from tonnage.cli import main; main()"]
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_key(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="module")

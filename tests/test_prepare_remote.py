@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from samples import LLAMA, file_contents, prepare_small, rehearse
+from samples import COMMAND, LLAMA, file_contents, prepare_small, rehearse
 from servers import COMMIT, Seen, Server, hub_here, reply, web
 from tonnage.api import PlanRequest, open_checkpoint, plan_checkpoint
 from tonnage.checkpoint.io import read_checkpoint_headers
@@ -35,7 +34,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "several jobs of a file": {"tp": 2, "convert": "mxfp8", "job_bytes": 150_000},
     "one rank": {"tp": 2, "convert": "none", "ranks": (1,)},
 }
-COMMAND = [sys.executable, "-P", "-c", "from tonnage.cli import main; main()"]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ PURE = sorted(
     path
     for pattern in (
         "formats/*.py", "engines/*.py", "recipes/blueprint.py", "recipes/expression*.py", "recipes/schema.py",
-        "cuts.py", "shares.py", "placement.py", "placed_weights.py", "plan.py", "credit.py", "topology.py", "assignment.py", "matching.py",
+        "cuts.py", "shares.py", "placement.py", "placed_weights.py", "plan.py", "plan_notes.py", "request.py", "credit.py", "credit_plan.py", "topology.py", "assignment.py", "matching.py",
         "explain.py", "serve/outcome.py", "serve/parts.py", "serve/words.py", "measure/classes.py", "measure/packages.py", "measure/record.py",
         "recognition.py", "container.py", "inspection.py", "profile.py", "errors.py",
         "memory/cache*.py", "memory/term*.py", "memory/workspace*.py", "memory/runtime*.py", "model_shape.py", "fit_terms.py", "term_evidence.py",

@@ -46,11 +46,6 @@ HELD = 1_477_120
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_key(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]) -> Path:
     folder = tmp_path_factory.mktemp("package") / "small"
     return make_package(folder, keys[0], SMALL, "--tp", 2, "--engine", "vllm", scaled_down=False)

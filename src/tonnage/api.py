@@ -10,180 +10,62 @@ from __future__ import annotations
 import hashlib
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from tonnage.assignment import CONVERTIBLE, Assignment, assign_blueprint, convert_to_mxfp8, is_convertible
-from tonnage.calibrations.credit_records import Chosen, CreditRecord, Subject, choose_record, use_record
+from tonnage.assignment import Assignment, assign_blueprint, convert_to_mxfp8
 from tonnage.checkpoint.config import ModelConfig, parse_config
-from tonnage.checkpoint.io import JSON_LIMIT_BYTES, CheckpointHeaders, begin_digest, read_checkpoint_headers
+from tonnage.checkpoint.io import JSON_LIMIT_BYTES, begin_digest, read_checkpoint_headers
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.container import check_against, check_container
-from tonnage.credit import CreditInputs
 from tonnage.engines import engine as find_engine
 from tonnage.errors import (
     CheckpointError,
     ConfigError,
-    CreditError,
     PlacementError,
     Problem,
-    UnitError,
     UnknownGpuError,
     one_line,
 )
 from tonnage.formats.exl3_v1_manifest import parse_manifest
 from tonnage.formats.exl3_v1_names import DIALECTS
-from tonnage.inspection import counted_bytes
 from tonnage.matching import assign_headers
-from tonnage.memory.supply import Basis, Gpu, Supply, supply_bytes
+from tonnage.memory.supply import supply_bytes
 from tonnage.placement import Placement, place
-from tonnage.plan import Held, Plan, make_credit_plan, make_plan
+from tonnage.plan import Held, Plan, make_plan
+from tonnage.plan_notes import notes_on
 from tonnage.prepare.documents import MANIFEST, SIGNATURE, STATE, SUMMARY
-from tonnage.profile import Profile
 from tonnage.recipes.blueprint import blueprint_of
+from tonnage.request import Checkpoint, Convert, Estimator, PlanRequest
 from tonnage.sources.addresses import is_remote, open_source, split_file
 from tonnage.sources.model import INDEX_FILE, SUFFIX, Source, read_file
-from tonnage.topology import Device, Engine, Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from tonnage.draft import DraftMethod
     from tonnage.formats.exl3_v1_manifest import SlotManifest
     from tonnage.placed_weights import PlacedWeights
     from tonnage.serving import RankService, RankShape, Service
     from tonnage.sources.limits import Limits
     from tonnage.sources.transfer import Transfer
 
-Convert = Literal["none", "mxfp8", "mxfp8-experts"]
-"""Of plain projections: none, those of attention and MLPs, or routed experts as well."""
-Estimator = Literal["exact", "credit"]
+__all__ = [
+    "Checkpoint",
+    "Convert",
+    "Estimator",
+    "PlanRequest",
+    "assignment_of",
+    "checkpoint_from_config",
+    "open_checkpoint",
+    "place_checkpoint",
+    "plan_checkpoint",
+    "plan_placement",
+    "read_config",
+    "shapes_of",
+]
 _CONFIG = "config.json"
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint, or the config of one, as read.
-
-    Attributes:
-        name: Directory or file name.
-        digest: SHA-256 over shard names, sizes and headers; over config.json where there are no headers.
-        assignment: Every tensor with role and storage format.
-        headers: Validated headers; ``None`` if only a config was given.
-        source: Where its files lie; ``None`` if it was made of a config in memory.
-    """
-
-    name: str
-    digest: str
-    assignment: Assignment
-    headers: CheckpointHeaders | None
-    source: Source | None = None
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's config."""
-        return self.assignment.blueprint.config
-
-    @property
-    def family(self) -> str:
-        """The recipe that answered."""
-        return self.assignment.blueprint.recipe.family
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """What is asked of a plan.
-
-    Attributes:
-        tp: Tensor-parallel size; likewise ``ep``, ``pp``, ``dcp``.
-        engine: Whose placement rules.
-        supply: What one GPU supplies: ``supply_bytes(find_gpu("h100"))`` or ``parse_supply("80GiB")``; ``None`` asks
-            only how much.
-        reserve_bytes: Held per rank for everything outside the plan.
-        convert: What preparation does to convertible weights.
-        estimator: ``exact``, or ``credit`` for packages made elsewhere.
-        credit_permille: The credit, assumed; without it a calibration is looked for.
-        credit_record: The calibration to use, whatever it was fitted to.
-        credit_records: Or those to choose from, see :func:`tonnage.calibrations.io.known_records`.
-        device_bytes: Bytes of all ranks before the credit, draft included; by default stored payload + draft.
-        draft: A draft checkpoint, placed like the target.
-        draft_bytes: Or the bytes of one, taken to be cut evenly.
-        draft_method: How tokens are drafted; that of the draft checkpoint if not given.
-        draft_tokens: Tokens drafted per step; 1 if a draft is asked for and nothing is said.
-        profile: What is served; with a context, a KV dtype or a name in it, an engine's cache and everything else a
-            rank holds is planned too.
-        gpu: The GPU, if it is one of the table.
-        version: Of the engine.
-        kv_bytes: What the cache is given per rank; by default what the profile needs.
-        context_held: Whether the supply is that of a bare GPU, on which a process first makes its context.
-        eager: No CUDA graphs.
-        device: What the engine runs on; of what it holds on a CPU, weights and cache are planned.
-    """
-
-    tp: int = 1
-    ep: int = 1
-    pp: int = 1
-    dcp: int = 1
-    engine: Engine = "split"
-    supply: Supply | None = None
-    reserve_bytes: int = 0
-    convert: Convert = "none"
-    estimator: Estimator = "exact"
-    credit_permille: int | None = None
-    credit_record: CreditRecord | None = None
-    credit_records: tuple[CreditRecord, ...] = ()
-    device_bytes: int | None = None
-    draft: Checkpoint | None = None
-    draft_bytes: int = 0
-    draft_method: DraftMethod | None = None
-    draft_tokens: int | None = None
-    profile: Profile = field(default_factory=Profile)
-    gpu: Gpu | None = None
-    version: str | None = None
-    kv_bytes: int | None = None
-    context_held: bool = True
-    eager: bool = False
-    device: Device = "gpu"
-
-    def __post_init__(self) -> None:
-        """Refuse what contradicts itself or would be ignored.
-
-        Raises:
-            UnitError: Bytes are negative, a draft is given twice, or a credit without the credit estimator.
-        """
-        for name, nbytes in (("reserve", self.reserve_bytes), ("draft-bytes", self.draft_bytes)):
-            if nbytes < 0:
-                raise UnitError(Problem(where=f"--{name}", what="negative", expected="0 or more", found=str(nbytes)))
-        if self.draft is not None and self.draft_bytes:
-            raise UnitError(Problem(where="--draft, --draft-bytes", what="both given", expected="one of them"))
-        if self.credit_permille is not None and self.credit_record is not None:
-            raise UnitError(
-                Problem(where="--credit-permille, --calibration", what="both given", expected="one of them")
-            )
-        if self.estimator == "exact" and (self.credit_permille, self.credit_record, self.device_bytes) != (None,) * 3:
-            raise UnitError(
-                Problem(
-                    where="--credit-permille, --calibration, --device-bytes",
-                    what="not used by the exact estimator",
-                    expected="--estimator credit",
-                )
-            )
-
-    @property
-    def serves(self) -> bool:
-        """Whether cache and buffers are planned: a profile is asked for, of an engine or else in full."""
-        profile = self.profile
-        asked = (profile.concurrency, profile.context_tokens, profile.kv_dtype)
-        return self.estimator == "exact" and (
-            all(asked[:2]) if self.engine == "split" else any(asked) or self.kv_bytes is not None
-        )
-
-    @property
-    def topology(self) -> Topology:
-        """The parallel sizes as a value."""
-        return Topology(tp=self.tp, ep=self.ep, pp=self.pp, dcp=self.dcp)
 
 
 def open_checkpoint(
@@ -264,7 +146,9 @@ def plan_checkpoint(checkpoint: Checkpoint, request: PlanRequest) -> Plan:
         CreditError: The credit estimator lacks its permille, or nothing in the checkpoint is counted.
     """
     if request.estimator == "credit":
-        return _credit_plan(checkpoint, request, _held(request))
+        from tonnage.credit_plan import credit_plan  # noqa: PLC0415 - an exact plan starts without
+
+        return credit_plan(checkpoint, request, _held(request))
     return plan_placement(checkpoint, place_checkpoint(checkpoint, request), request)
 
 
@@ -325,33 +209,7 @@ def plan_placement(
         kv_bytes=request.kv_bytes,
         weights=weights,
     )
-    notes = (
-        *plan.notes,
-        *_without_effect(placement.assignment, request),
-        *_beyond_context(placement, request),
-        *_requests_assumed(placement, request),
-    )
-    if request.device == "cpu":
-        notes = (*notes, CPU_NOTE)
-    return replace(plan, notes=notes)
-
-
-def _requests_assumed(placement: Placement, request: PlanRequest) -> Iterator[str]:
-    """Yield that nobody said how many requests there are to be."""
-    if request.serves and request.profile.concurrency is None and placement.engine.name != "split":
-        yield "no --profile: cache of one request, which an engine needs to start; --profile c4-p4096 says more"
-
-
-def _beyond_context(placement: Placement, request: PlanRequest) -> Iterator[str]:
-    """Yield that the context asked for is longer than the model's own."""
-    asked = request.profile.context_tokens
-    if not request.serves or not asked:
-        return
-    from tonnage.serving import model_context  # noqa: PLC0415 - a plan of weights starts without
-
-    own = model_context(placement)
-    if own and asked > own:
-        yield f"the context is beyond the {own:,} tokens of the config: engines refuse it by default"
+    return replace(plan, notes=(*plan.notes, *notes_on(placement, request)))
 
 
 def shapes_of(checkpoint: Checkpoint, placement: Placement, request: PlanRequest) -> tuple[RankShape, ...]:
@@ -409,66 +267,6 @@ def _total_bytes(request: PlanRequest) -> int | None:
         with suppress(UnknownGpuError):
             return supply_bytes(request.gpu).nbytes
     return request.supply.nbytes if request.supply else None
-
-
-def _without_effect(assignment: Assignment, request: PlanRequest) -> Iterator[str]:
-    """Yield what was asked for and changed nothing."""
-    asked = f"--convert {request.convert}"
-    if request.convert != "none" and not any(entry.converted_from for entry in assignment.entries):
-        yield f"{asked} changes nothing: no convertible weight is stored plain"
-    if request.convert != "none" and (left := _left_plain(assignment)):
-        roles = ", ".join(f"{role} {nbytes:,} bytes" for role, nbytes in left.items())
-        more = any(is_convertible(entry, experts=True) for entry in assignment.entries)
-        why = "; --convert mxfp8-experts converts routed experts as well" if more else ""
-        yield f"{asked} leaves projections as they are stored: {roles}{why}"
-    if request.ep > 1 and not any(entry.module.rule.is_routed for entry in assignment.entries):
-        yield "--ep changes nothing: the model has no routed experts"
-    if not request.serves and request.estimator == "exact":
-        yield from _served_only(request)
-
-
-def _served_only(request: PlanRequest) -> Iterator[str]:
-    """Yield what only a plan of what is served depends on."""
-    if request.dcp > 1:
-        yield "--dcp changes nothing: it moves no weights"
-    profile = request.profile
-    asked = {
-        "--draft-method": request.draft_method if request.draft is None else None,
-        "--draft-tokens": request.draft_tokens,
-        "--engine-version": request.version,
-        "--eager": request.eager,
-        "--context": profile.context_tokens,
-        "--kv-dtype": profile.kv_dtype,
-        "--kv-bytes": request.kv_bytes,
-    }
-    unused = [name for name, value in asked.items() if value]
-    if unused:
-        missing = "--profile and --context" if request.engine == "split" else "--profile, --context or --kv-dtype"
-        yield f"{', '.join(unused)} change nothing: nothing is said of what is served ({missing})"
-
-
-CPU_NOTE = (
-    "on a CPU only weights and cache are planned: not the processes themselves, activations, compiled code, or what "
-    "kernels repack; --reserve holds memory for them"
-)
-"""What a plan for a CPU leaves out."""
-
-CONVERT_NOTE = "--convert mxfp8"
-"""What a note on the conversion begins with."""
-
-_NO_PROJECTIONS = frozenset({"embedding", "head", "router"})
-"""Weights with rows and columns that nobody expects to be converted."""
-
-
-def _left_plain(assignment: Assignment) -> dict[str, int]:
-    """Return the bytes of plain projections that no conversion changes, by role; of roles over 1 % of all bytes."""
-    left: dict[str, int] = {}
-    for entry in assignment.entries:
-        module = entry.module
-        linear = bool(module.out and module.in_) and module.rule.role not in _NO_PROJECTIONS
-        if linear and entry.fmt.is_plain and entry.stored[0].dtype in CONVERTIBLE:
-            left[module.rule.role] = left.get(module.rule.role, 0) + entry.nbytes
-    return {role: nbytes for role, nbytes in left.items() if nbytes * 100 > assignment.payload_bytes}
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -634,80 +432,3 @@ def _draft_rank(request: PlanRequest) -> int:
         return max(ledger.weights_bytes for ledger in plan_checkpoint(request.draft, alike).ranks)
     except PlacementError as error:
         raise PlacementError(*(replace(p, where=f"draft {p.where}") for p in error.problems)) from error
-
-
-def _credit_plan(checkpoint: Checkpoint, request: PlanRequest, held: tuple[Held, ...]) -> Plan:
-    if request.pp > 1 or request.ep > 1:
-        raise CreditError(
-            Problem(where="--estimator credit", what="covers tensor parallelism only", expected="--pp 1 --ep 1")
-        )
-    inputs = credit_inputs(checkpoint, request)
-    if request.credit_permille is not None:
-        permille, basis, source = request.credit_permille, ASSUMED, f"--credit-permille {request.credit_permille}"
-        return make_credit_plan(inputs, permille, basis=basis, source=source, supply=request.supply, held=held)
-    chosen = _chosen_record(checkpoint, request)
-    record = chosen.record
-    if chosen.basis == "calibrated" and request.device_bytes is None and record.inputs.draft_bytes == _draft(request):
-        inputs = record.credit_inputs  # the report counted whole files, headers included
-    return make_credit_plan(
-        inputs, record.permille, basis=chosen.basis, source=chosen.why, supply=request.supply, held=held
-    )
-
-
-ASSUMED: Basis = "assumed"
-
-
-def credit_inputs(checkpoint: Checkpoint, request: PlanRequest) -> CreditInputs:
-    """Return what the credit estimator is told of a checkpoint.
-
-    Raises:
-        CreditError: No projection of it is counted.
-    """
-    projections, latent = counted_bytes(checkpoint.assignment)
-    if not projections:
-        raise CreditError(
-            Problem(where=checkpoint.name, what="no plain BF16 projection is counted, a credit has nothing to apply to")
-        )
-    device = request.device_bytes or checkpoint.assignment.payload_bytes + _draft(request)
-    return CreditInputs(
-        device_bytes=device, tp_size=request.tp, counted_bf16_bytes=projections, latent_pair_bytes=latent
-    )
-
-
-def _draft(request: PlanRequest) -> int:
-    """Return all bytes of the draft."""
-    return request.draft.assignment.payload_bytes if request.draft else request.draft_bytes
-
-
-def subject_of(checkpoint: Checkpoint, request: PlanRequest) -> Subject:
-    """Return what a credit is wanted for.
-
-    Raises:
-        CreditError: No projection of the checkpoint is counted.
-    """
-    inputs = credit_inputs(checkpoint, request)
-    return Subject(
-        digest=checkpoint.digest,
-        family=checkpoint.family,
-        stored_bytes=checkpoint.assignment.payload_bytes,
-        device_bytes=inputs.device_bytes,
-        counted_bf16_bytes=inputs.counted_bf16_bytes,
-        latent_pair_bytes=inputs.latent_pair_bytes,
-        tp=request.tp,
-    )
-
-
-def _chosen_record(checkpoint: Checkpoint, request: PlanRequest) -> Chosen:
-    subject = subject_of(checkpoint, request)
-    if request.credit_record is not None:
-        return use_record(request.credit_record, subject)
-    chosen = choose_record(request.credit_records, subject)
-    if chosen is None:
-        raise CreditError(
-            Problem(
-                where="--estimator credit",
-                what=f"no calibrated credit for any {checkpoint.family} checkpoint",
-                expected="--credit-permille N, or a record: tonnage calibrate",
-            )
-        )
-    return chosen

@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from samples import LLAMA, file_contents, rehearse
+from samples import COMMAND, LLAMA, file_contents, rehearse
 from tonnage.checkpoint.io import read_checkpoint_headers
 from tonnage.prepare.output_dir import EPOCH_FILE
 
 ray = pytest.importorskip("ray")
 
-COMMAND = [sys.executable, "-c", "from tonnage.cli import main; main()"]
 LARGE: dict[str, Any] = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
                          "num_key_value_heads": 8, "num_hidden_layers": 14, "vocab_size": 8000}  # fmt: skip
 """0.5 GB in as many files as layers."""

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from packages import make_package
-from samples import LLAMA, file_contents, prepare_small, write_key
+from samples import COMMAND, LLAMA, file_contents, prepare_small
 from servers import hub
 from tonnage.errors import SourceError
 from tonnage.export.manifest import PackageError
@@ -28,7 +27,6 @@ from tonnage.export.upload import upload_package
 moto = pytest.importorskip("moto.server")
 boto3 = pytest.importorskip("boto3")
 
-COMMAND = [sys.executable, "-P", "-c", "from tonnage.cli import main; main()"]
 BUCKET = "models"
 SECRET = "not-to-be-seen-anywhere"  # noqa: S105 - a loopback server takes any
 LARGE: dict[str, Any] = {**LLAMA, "hidden_size": 512, "intermediate_size": 512, "vocab_size": 24_000}
@@ -52,11 +50,6 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         client.create_bucket(Bucket=BUCKET)
         yield client
     server.stop()
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_key(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from samples import header_bytes_in, write_shards
+from samples import COMMAND, header_bytes_in, write_shards
 from servers import Seen, reply, serving
 from tonnage.api import open_checkpoint
 from tonnage.errors import CheckpointError, SourceError
@@ -222,7 +221,7 @@ def test_a_store_that_answers_wrong_is_refused_in_one_line(answer: Any, monkeypa
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from tonnage.cli import main; main()", *words]
+    command = [*COMMAND, *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
 
 

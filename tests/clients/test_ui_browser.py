@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect
 
 from samples import LLAMA, load_script
 from tonnage.ui.state import NAMES
@@ -53,14 +53,6 @@ def server(models: Path, hostile: Path) -> Iterator[str]:
     """The address of a running `tonnage ui`."""
     with SHOTS.served(models, hostile) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = SHOTS.chromium(playwright)
-        yield browser
-        browser.close()
 
 
 class Opened:

@@ -103,9 +103,9 @@ def _measured_tp(measurements: list[Measurement]) -> int:
 
 
 def _fitting(checkpoint: Checkpoint, request: PlanRequest, step: int, date: str | None) -> Fitting:
-    from tonnage.api import credit_inputs
     from tonnage.calibrate import Fitting
     from tonnage.cli.dates import date_of
+    from tonnage.credit_plan import credit_inputs
 
     inputs = credit_inputs(checkpoint, request)
     stored = inputs.device_bytes - request.draft_bytes if request.device_bytes else checkpoint.assignment.payload_bytes
@@ -125,9 +125,9 @@ def _earlier(
     checkpoint: Checkpoint, request: PlanRequest, before: str | None, record: CreditRecord
 ) -> CreditRecord | None:
     """Return the record to compare with: the one named, or another that a plan would take as calibrated."""
-    from tonnage.api import subject_of
     from tonnage.calibrations.credit_records import choose_record
     from tonnage.calibrations.io import find_record, known_records
+    from tonnage.credit_plan import subject_of
 
     if before is not None:
         return find_record(before)

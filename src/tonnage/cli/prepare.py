@@ -260,8 +260,8 @@ def _emit_summary(preparation: Preparation, summary: Summary) -> None:
 
 def _emit_conversion(preparation: Preparation) -> None:
     """Say what the conversion leaves as it is, as the plan does."""
-    from tonnage.api import CONVERT_NOTE
     from tonnage.errors import one_line
+    from tonnage.plan_notes import CONVERT_NOTE
 
     for text in (preparation.plan or {}).get("notes", ()):
         if text.startswith(CONVERT_NOTE):
