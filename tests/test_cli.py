@@ -38,6 +38,11 @@ def test_every_help_ends_with_an_example_that_runs(tonnage, tmp_path):
         example = text.split("Example: tonnage ")[1].split(" Arguments:")[0].split(" Options:")[0]
         done = tonnage(*shlex.split(example), cwd=tmp_path)
         assert done.returncode == 0, (example, done.stderr)
+        if command == "demo":
+            *_, flipped, _, last = done.stdout.splitlines()
+            assert flipped == "(exit code 4, as expected)"
+            assert last.startswith("demo: done, all ten steps ended as expected")
+            assert done.stdout.count("\n$ tonnage ") == 10
 
 
 def test_commands_are_listed_as_they_follow_each_other_each_on_one_line(tonnage):

@@ -160,3 +160,61 @@ def test_flags_give_the_cache_what_the_plan_has_left(tonnage):
     rank = json.loads(tonnage("plan", *words, "--json").stdout)["ranks"][0]
     given = flags["words"][flags["words"].index("--kv-cache-memory-bytes") + 1]
     assert int(given) == 60 * 2**30 - rank["fixed_bytes"]
+
+
+def test_options_that_cannot_be_read_are_all_named_at_once(tonnage):
+    done = tonnage("plan", DENSE, "--engine", "sglang", "--gpu", "h1", "--reserve", "6", "--profile", "c4",
+                   "--utilization", "0.9", "--kv-bytes", "1", "--engine-version", "x", "--draft-bytes", "many")  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert [line.split(":")[1].strip() for line in done.stderr.splitlines()] == [
+        "--utilization", "--gpu", "--profile", "--reserve", "--draft-bytes", "--kv-bytes", "--engine-version",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("typed", "plain"),
+    [
+        (("--profile", "c2-p4k", "--context", "8k"), ("--profile", "c2-p4096", "--context", "8192")),
+        (("--profile", "C2-P1M", "--context", "1M"), ("--profile", "c2-p1048576", "--context", "1048576")),
+    ],
+)
+def test_tokens_may_be_counted_in_thousands_of_1024(tonnage, typed, plain):
+    words = ("plan", DENSE, "--engine", "vllm", "--gpu", "h100")
+    plans = [json.loads(tonnage(*words, *asked, "--json").stdout) for asked in (typed, plain)]
+    assert plans[0]["ranks"] == plans[1]["ranks"]
+    assert plans[0]["profile"] == plans[1]["profile"]
+
+
+@pytest.mark.parametrize("command", ["plan", "fit", "flags", "serve", "export"])
+def test_every_command_takes_a_context_in_thousands_and_refuses_none(tonnage, tmp_path, command):
+    source = tmp_path if command in ("serve", "export") else DENSE
+    for text in ("0", "0k", "8kk", "-1", "8.5k", "", "1e3"):
+        done = tonnage(
+            command,
+            source,
+            f"--context={text}",
+            *(("--engine", "vllm", "--profile", "c1-p1") if command == "flags" else ()),
+        )
+        assert done.returncode == 2
+        assert (
+            "--context: not a number of tokens; expected a whole number such as 32768, 32k or 1M (k is 1,024)"
+            in done.stderr
+        )
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "exllamav3"])
+def test_an_unknown_kv_dtype_lists_every_known_one_once(tonnage, engine):
+    done = tonnage("plan", DENSE, "--engine", engine, "--kv-dtype", "fp3", "--context", "64")
+    assert done.returncode == 2
+    listed = done.stderr.partition("expected ")[2].partition("; found")[0].casefold().split(", ")
+    assert len(listed) > 3
+    assert sorted(set(listed)) == sorted(listed)
+
+
+def test_sums_say_what_they_are_sums_of(tonnage):
+    served = tonnage("plan", DENSE, "--engine", "vllm", *SERVED).stdout
+    assert "weights, padding and engine lines, as expected" in served
+    assert "all lines above at their bounds" in served
+    weights = tonnage("plan", DENSE).stdout.splitlines()
+    (fixed,) = (line for line in weights if line.startswith("fixed "))
+    assert fixed.endswith("all lines above")

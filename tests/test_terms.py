@@ -182,10 +182,11 @@ def test_bound_widens_with_every_range_given_up_and_says_so():
 
     narrow = term(record())
     assert (narrow.nbytes, narrow.bound_nbytes, narrow.basis) == (1000, 1200, "calibrated")
-    assert narrow.source == "r; 1 log of 1.00-2.00 GiB"
+    assert narrow.source == "r; bound at or above the 1 log when scaled to its size (1.00-2.00 GiB)"
     wide = term(record(given_up=("gpu", "ranks")))
     assert wide.bound_nbytes == 1875
-    assert wide.source.endswith("elsewhere, none of hopper, 2 ranks: bound widened")
+    assert wide.source.endswith("(1.00-2.00 GiB); none is of hopper, 2 ranks: widened")
+    assert "bound at or above each of 2 logs" in term(record(evidence=("a", "b"))).source
     # what nobody stated is not outside anything
     assert term(record(given_up=("gpu", "release")), replace(CASE, gpu_class=None, release=None)).bound_nbytes == 1200
 
@@ -218,7 +219,10 @@ def test_total_moves_the_sum_and_shares_its_margin_among_terms():
     # 1050 expected, 1200 at most: 150 shared as 600 and 300
     assert [(term.nbytes, term.bound_nbytes) for term in corrected] == [(420, 520), (630, 680)]
     assert {term.basis for term in corrected} == {"calibrated"}
-    assert corrected[0].source == "r; sum of such terms: 1 package of 1.00-2.00 GiB"
+    assert (
+        corrected[0].source
+        == "r; sum of such terms: bound at or above the 1 package when scaled to its size (1.00-2.00 GiB)"
+    )
 
 
 @pytest.mark.parametrize(

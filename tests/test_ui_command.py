@@ -51,6 +51,14 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
 
 
+def test_it_says_that_it_is_starting_before_it_can_say_where():
+    done = subprocess.run([sys.executable, "-c", "from tonnage.cli import main; main()", "ui", "/nowhere"],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    first, second = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, first) == (2, "", "starting; the address follows")
+    assert "/nowhere: cannot be served" in second
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_with_every_worker_and_without_a_word(place, number):
     with served(place, "models") as (address, process):

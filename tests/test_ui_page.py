@@ -134,6 +134,18 @@ def test_a_plan_that_asks_nothing_is_an_invitation(shelf) -> None:
         assert "Choose a model" in Shape(page(shelf, **state)).text
 
 
+def test_the_hub_is_offered_where_it_is_asked(shelf) -> None:
+    radios = Shape(page(shelf)).valued("input", "value")
+    assert ("directory" in radios, "hub" in radios) == (True, False)
+    told = page(shelf, source="hub")
+    assert "hub" in Shape(told).valued("input", "value")
+    assert "This server asks no hub: it was started without --hub." in Shape(told).text
+    asking = page(Shelf(Settings(directories=(str(CONFIGS),), hub=True)))
+    assert "hub" in Shape(asking).valued("input", "value")
+    assert "started without --hub" not in asking
+    assert [' name="draft_hub"' in html for html in (told, asking)] == [False, True]
+
+
 def test_a_malformed_address_is_refused_with_a_way_back(shelf) -> None:
     answer = HANDLERS["page"](shelf, b"tp=abc&rank=0&checkpoint=%FF")
     found = Shape(answer.content.decode())

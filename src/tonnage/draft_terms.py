@@ -29,6 +29,7 @@ from tonnage.memory.term import Term
 from tonnage.memory.workspace import activation_peak
 from tonnage.model_shape import model_shape
 from tonnage.recipes.drafts import WHOLE_MODEL
+from tonnage.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,7 +115,7 @@ def _probabilities(placed: PlacedDraft, placement: Placement, serving: Serving) 
     vocab = module.out_size if module is not None else 0
     width = SELECTED_BYTES if draft.method == "dflash2" else SERVED_BYTES
     nbytes = serving.max_seqs * draft.tokens * vocab * width
-    rule = f"{serving.max_seqs} sequences x {draft.tokens} tokens x {vocab} x {width} bytes"
+    rule = f"{counted(serving.max_seqs, 'sequence')} x {counted(draft.tokens, 'token')} x {vocab} x {width} bytes"
     yield exact_term("draft.probabilities", nbytes, f"{rule} ({SPEC_DECODE}/speculator.py)", basis="modelled")
 
 
@@ -137,7 +138,7 @@ def _buffers(placed: PlacedDraft, placement: Placement, serving: Serving) -> Ter
     else:
         most = hidden
     nbytes = inputs + hidden
-    rule = f"{tokens} tokens, {seqs} sequences, {draft.tokens} drafted ({SPEC_DECODE})"
+    rule = f"{counted(tokens, 'token')}, {counted(seqs, 'sequence')}, {draft.tokens} drafted ({SPEC_DECODE})"
     return Term(component="draft.buffers", nbytes=nbytes, bound_nbytes=nbytes + most, basis="modelled", source=rule)
 
 
@@ -153,7 +154,8 @@ def _graphs(placement: Placement, serving: Serving, deployment: Deployment) -> I
     most = 2 * each + (sizes[-1] * pool if sizes else 0)
     yield Term(
         component="draft.graphs", nbytes=each, bound_nbytes=most, basis="modelled",
-        source=f"{len(sizes)} sizes, {layers} layers, in the target's pool; at most twice and in one of their own",
+        source=f"{counted(len(sizes), 'size')}, {counted(layers, 'layer')}, in the target's pool; at most twice and in "
+        "one of their own",
     )  # fmt: skip
 
 
@@ -178,7 +180,7 @@ def _workspace(
         rule = f"{draft.tapped_layers} tapped states twice, hidden states, outputs of one layer"
     yield Term(
         component="workspace.draft", nbytes=nbytes, bound_nbytes=max(nbytes, most), transient=True, basis="modelled",
-        source=f"step of {serving.batched_tokens} tokens, {rule}",
+        source=f"step of {counted(serving.batched_tokens, 'token')}, {rule}",
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tonnage.memory.term import Term
 from tonnage.recipes.schema import ROLES
+from tonnage.units import counted
 
 if TYPE_CHECKING:
     from tonnage.memory.supply import Basis
@@ -81,7 +82,7 @@ def _weight_lines(placement: Placement, pp_rank: int, tp_rank: int) -> tuple[Led
     if slots:
         by_role["expert"] += slots
     family = placement.assignment.blueprint.recipe.family
-    sources = {role: f"recipe {family}: {count:,} tensors" for role, count in tensors.items()}
+    sources = {role: f"recipe {family}: {counted(count, 'tensor')}" for role, count in tensors.items()}
     if slots:
         sources["expert"] = "slots of the exl3-v1 container"
     lines = [exact_line(f"weights.{role}", by_role[role], sources[role]) for role in ROLES if by_role.get(role)]

@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 
 from tonnage.errors import Problem, UnitError
+from tonnage.units import parse_tokens
 
-_NAME = re.compile(r"c(?P<c>[1-9]\d{0,6})-p(?P<p>[1-9]\d{0,8})", re.ASCII)
+_NAME = re.compile(r"c(?P<c>[1-9]\d{0,6})-p(?P<p>[1-9]\d{0,8}[km]?)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class Profile:
 
 
 def parse_profile(text: str | None, *, context_tokens: int | None = None, kv_dtype: str | None = None) -> Profile:
-    """Return a profile from ``c4-p4096``.
+    """Return a profile from ``c4-p4096``, or ``c4-p4k``: its name is the former then.
 
     Raises:
         UnitError: The text is no profile name.
@@ -42,10 +43,11 @@ def parse_profile(text: str | None, *, context_tokens: int | None = None, kv_dty
         raise UnitError(
             Problem(where="--profile", what="not a profile", expected="cC-pP such as c4-p4096", found=repr(text))
         )
+    tokens = parse_tokens(match["p"], where="--profile")
     return Profile(
-        name=text.lower(),
+        name=f"c{match['c']}-p{tokens}",
         concurrency=int(match["c"]),
-        prefill_chunk_tokens=int(match["p"]),
+        prefill_chunk_tokens=tokens,
         context_tokens=context_tokens,
         kv_dtype=kv_dtype,
     )

@@ -25,6 +25,8 @@ UNITS = {
     "GIB": GIB,
     "TIB": TIB,
 }
+_TOKENS = re.compile(r"(?P<number>\d{1,16})\s?(?P<unit>[km]?)", re.ASCII)
+_TOKEN_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _SIZE = re.compile(r"(?P<number>\d{1,24}(?:\.\d{1,12})?)\s*(?P<unit>[A-Za-z]+)?", re.ASCII)
 
 
@@ -86,6 +88,32 @@ def mib(nbytes: int, *, digits: int = 3) -> str:
 def unit_for(nbytes: int) -> tuple[str, Callable[[int], str]]:
     """Return the unit a report about so many bytes is written in, GiB or MiB, and what writes it."""
     return ("GiB", gib) if nbytes >= GIB else ("MiB", mib)
+
+
+def parse_tokens(text: str, *, where: str = "tokens") -> int:
+    """Return a number of tokens such as ``32768``, ``32k`` or ``1M``: k is 1,024 of them, M 1,024 k.
+
+    >>> parse_tokens("8192"), parse_tokens("8k"), parse_tokens("1M")
+    (8192, 8192, 1048576)
+
+    Raises:
+        UnitError: It is none, or not one token.
+    """
+    match = _TOKENS.fullmatch(text.strip().lower())
+    tokens = int(match["number"]) * _TOKEN_UNITS[match["unit"]] if match else 0
+    if tokens < 1:
+        expected = "a whole number such as 32768, 32k or 1M (k is 1,024)"
+        raise UnitError(Problem(where=where, what="not a number of tokens", expected=expected, found=repr(text)))
+    return tokens
+
+
+def counted(number: int, noun: str) -> str:
+    """Return how many there are of something, in words that suit one of them as well.
+
+    >>> counted(1, "request"), counted(1200, "shard file")
+    ('1 request', '1,200 shard files')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def ranges(numbers: Sequence[int]) -> str:

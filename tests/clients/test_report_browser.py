@@ -99,6 +99,22 @@ def test_a_narrow_screen_is_not_scrolled_sideways(browser: Browser, tmp_path: Pa
     assert opened.page.locator(".picture:visible svg").first.bounding_box()["width"] <= width  # type: ignore[index]
 
 
+CUT = """() => [...document.querySelectorAll("main *")].filter(one =>
+    getComputedStyle(one).overflowX === "hidden" && !one.matches(".hidden") && one.scrollWidth > one.clientWidth
+).map(one => one.className)"""
+
+
+@pytest.mark.parametrize("width", [390, 768, 1000, 1200, 1440])
+def test_no_figure_is_cut_whatever_the_width(browser: Browser, tmp_path: Path, width: int) -> None:
+    document = document_of("fits")
+    document["profile"] |= {"concurrency": 64, "context_tokens": 1_048_576}
+    document["cache"] |= {"concurrency": 64, "context_tokens": 1_048_576, "capacity_tokens": 123_456_789_012}
+    path = tmp_path / "report.html"
+    path.write_text(report_html(document))
+    opened = Opened(browser, path, viewport={"width": width, "height": 800})
+    assert opened.page.evaluate(CUT) == []
+
+
 def test_texts_of_strangers_run_nothing(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(report_html(document_of("no supply")))

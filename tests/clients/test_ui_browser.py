@@ -317,9 +317,10 @@ def test_a_problem_is_said_at_its_field_and_goes_with_it(opened) -> None:
     reserve.fill("6GiB")
     headline(page, "Fits: 21.200 GiB")
     expect(reserve).not_to_have_attribute("aria-invalid", "true")
-    page.get_by_role("radio", name="Hub").check()
-    page.get_by_label("Model of the hub").fill("org/name")
+    expect(page.get_by_role("radio", name="Hub")).to_have_count(0)
+    page.goto("/?source=hub&hub=org%2Fname")  # as a server with --hub would have it
     expect(page.locator("#hub-error")).to_have_text("Hub sources are not enabled; expected tonnage ui --hub.")
+    expect(page.locator(".source-hub")).to_contain_text("it was started without --hub")
 
 
 def test_dark_colours_follow_the_system_and_the_reader(open_page) -> None:

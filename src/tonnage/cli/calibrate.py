@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tonnage.cli.options import Json, Offline, Source, emit, emit_json, here, note
+from tonnage.units import counted
 
 if TYPE_CHECKING:
     from tonnage.api import Checkpoint, PlanRequest
@@ -173,4 +174,4 @@ def _emit_table(document: dict[str, Any]) -> None:
 
 def _evidence(evidence: list[dict[str, Any]]) -> str:
     packages = sum(one["packages"] for one in evidence)
-    return f"of {packages} package{'s' if packages > 1 else ''}"
+    return f"of {counted(packages, 'package')}"

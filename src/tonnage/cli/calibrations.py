@@ -10,6 +10,7 @@ import typer
 from tonnage.cli.fit_terms import fit_terms
 from tonnage.cli.options import Json, emit, emit_json
 from tonnage.errors import CreditError, Problem, one_line
+from tonnage.units import counted
 
 if TYPE_CHECKING:
     from tonnage.calibrations.io import Found
@@ -128,7 +129,7 @@ def _term_rows() -> list[dict[str, Any]]:
 
 
 def _counted(packages: int) -> str:
-    return f"{packages} package{'s' if packages > 1 else ''}"
+    return counted(packages, "package")
 
 
 def _found(names: list[str] | None) -> tuple[Found, ...]:

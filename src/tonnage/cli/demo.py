@@ -15,6 +15,11 @@ from tonnage.errors import TonnageError
 DOES_NOT_FIT, NOT_VERIFIED = 3, 4
 _BEFORE_PERMILLE = 375
 _TP = 2
+_DONE = (
+    "demo: done, all ten steps ended as expected: planned, refused, cut, signed, verified, measured, calibrated, and a "
+    "flipped bit found. Next, a model of yours: tonnage plan DIRECTORY --engine vllm --gpu rtx-4090 --context 8192 "
+    "(docs/getting-started.md goes on from there)"
+)
 
 
 def demo() -> None:
@@ -55,6 +60,7 @@ def demo() -> None:
         _flip_a_bit(package / "weights" / f"tp{_TP}" / "rank-1" / "model-00001-of-00001.safetensors")
         step("One bit of one rank flips: it is found and named", "verify", package, "--key", public,
              expected=NOT_VERIFIED)  # fmt: skip
+    emit(f"\n{_DONE}")
 
 
 def _tight_supply(checkpoint: Path) -> str:
@@ -101,7 +107,7 @@ def _step(title: str, words: list[str], scratch: str, expected: int) -> None:
     except TonnageError as error:
         emit(str(error).replace(f"{scratch}/", ""))
         status = status_of(error)
-    emit(f"(exit code {status})")
+    emit(f"(exit code {status}, as expected)" if status == expected else f"(exit code {status})")
     if status != expected:
         emit(f"demo: expected exit code {expected}")
         raise typer.Exit(1)

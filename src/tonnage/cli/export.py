@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tonnage.cli.dates import date_of
-from tonnage.cli.options import Json, emit, emit_json, here, note
+from tonnage.cli.options import Context, Json, ProfileName, emit, emit_json, here, note
 from tonnage.cli.progress import later, progress
-from tonnage.units import unit_for
+from tonnage.units import counted, unit_for
 
 if TYPE_CHECKING:
     from tonnage.export.comparison import Record
@@ -55,8 +55,8 @@ def export(
     plan: Annotated[
         Path | None, typer.Option("--plan", help="What `tonnage plan --json` said, in place of the recorded plan.")
     ] = None,
-    profile: Annotated[str | None, typer.Option("--profile", help="What is to be served: cC-pP.")] = None,
-    context: Annotated[int | None, typer.Option("--context", min=1, help="Longest context in tokens.")] = None,
+    profile: ProfileName = None,
+    context: Context = None,
     draft_name: Annotated[str | None, typer.Option("--draft-name", help="The draft model it is served with.")] = None,
     draft_tokens: Annotated[
         int | None, typer.Option("--draft-tokens", min=1, max=_MOST_TOKENS, help="Tokens the draft guesses at once.")
@@ -244,7 +244,7 @@ def _emit_table(exported: Exported, signer: Signer, uploaded: Uploaded | None) -
     unit, text = unit_for(exported.nbytes)
     emit(f"package   {manifest.name}")
     emit(f"path      {one_line(str(exported.path))}")
-    emit(f"contents  {exported.files:,} files, {text(exported.nbytes)} {unit}, ranks {len(manifest.ranks)}")
+    emit(f"contents  {counted(exported.files, 'file')}, {text(exported.nbytes)} {unit}, ranks {len(manifest.ranks)}")
     emit(f"manifest  sha256 {exported.package.digest}; of its files {manifest.hash}")
     emit(f"signed    {signer.method} {one_line(signer.identity or '')}".rstrip())
     if exported.reread_bytes:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from tonnage.cli.options import Json, Output, emit, emit_json
+from tonnage.units import counted
 
 
 def export_names(
@@ -32,6 +33,6 @@ def export_names(
         emit_json(document)
     else:
         emit(
-            f"{output}: {document['tensors']:,} tensors of {document['tp']} ranks,"
-            f" {document['payload_bytes']:,} bytes in {document['files']} files"
+            f"{output}: {counted(document['tensors'], 'tensor')} of {counted(document['tp'], 'rank')},"
+            f" {document['payload_bytes']:,} bytes in {counted(document['files'], 'file')}"
         )

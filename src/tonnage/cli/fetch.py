@@ -9,7 +9,7 @@ import typer
 
 from tonnage.cli.options import Json, emit, emit_json, here
 from tonnage.cli.progress import later, progress
-from tonnage.units import unit_for
+from tonnage.units import counted, unit_for
 
 if TYPE_CHECKING:
     from tonnage.export.fetch import Fetched
@@ -103,5 +103,5 @@ def _emit_table(fetched: Fetched) -> None:
     ranks = ", ".join(map(str, fetched.ranks))
     emit(f"package   {one_line(fetched.manifest.name)}, signed {one_line(fetched.signer)}".rstrip())
     emit(f"path      {one_line(str(fetched.path))}")
-    emit(f"contents  {fetched.files:,} files, {text(fetched.nbytes)} {unit}, ranks {ranks}")
+    emit(f"contents  {counted(fetched.files, 'file')}, {text(fetched.nbytes)} {unit}, ranks {ranks}")
     emit(f"fetched   {fetched.fetched_bytes:,} bytes, each hashed on its way; {here:,} bytes were here")

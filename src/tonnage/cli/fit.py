@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tonnage.cli.options import (
+    Context,
     ConvertTo,
     Draft,
     DraftBytes,
@@ -21,6 +22,7 @@ from tonnage.cli.options import (
     Method,
     Offline,
     PpOfCut,
+    ProfileName,
     Reserve,
     Source,
     SupplySize,
@@ -33,10 +35,8 @@ from tonnage.cli.plan import DOES_NOT_FIT
 
 def fit(
     source: Source,
-    profile: Annotated[str, typer.Option("--profile", help="What is to be served: cC-pP.")] = "c1-p4096",
-    context: Annotated[
-        int | None, typer.Option("--context", min=1, help="Context; the model's own by default.")
-    ] = None,
+    profile: ProfileName = "c1-p4096",
+    context: Context = None,
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Only this tensor-parallel size.")] = None,
     ep: Annotated[int | None, typer.Option("--ep", min=1, help="Only this expert-parallel size.")] = None,
     pp: PpOfCut = None,
@@ -70,6 +70,8 @@ def fit(
     as_json: Json = False,
 ) -> None:
     """Say what context and how many requests fit.
+
+    Without --context that of the model itself is asked for.
 
     Example: tonnage fit config.json --gpu h100 --gpus 2 --profile c4-p4096 --context 4096
     """

@@ -9,6 +9,7 @@ import typer
 
 from tonnage.cli.options import Json, emit, emit_json, here, note
 from tonnage.errors import CheckpointError, ConfigError, PlacementError, Problem, TonnageError, one_line
+from tonnage.units import counted
 
 if TYPE_CHECKING:
     from tonnage.term_evidence import Logged, LogRow
@@ -52,7 +53,7 @@ def fit_terms(
         return
     for problem in left_out:
         note(f"left out: {problem}")
-    emit(f"{len(used)} logs; records: " + ", ".join(f"{count} of {name}" for name, count in counts.items()))
+    emit(f"{counted(len(used), 'log')}; records: " + ", ".join(f"{count} of {name}" for name, count in counts.items()))
 
 
 def read_logs(path: Path, configs: Path | None = None) -> tuple[list[Logged], list[Problem]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tonnage.cli.options import (
+    Context,
     ConvertTo,
     Dcp,
     Draft,
@@ -24,6 +25,7 @@ from tonnage.cli.options import (
     Method,
     Offline,
     PpOfCut,
+    ProfileName,
     Reserve,
     Source,
     SupplySize,
@@ -43,9 +45,12 @@ if TYPE_CHECKING:
 
 def flags(
     source: Source,
-    engine: Annotated[Literal["vllm", "sglang", "exllamav3"], typer.Option("--engine", help="Whose command.")],
-    profile: Annotated[str, typer.Option("--profile", help="What is to be served: cC-pP.")],
-    context: Annotated[int, typer.Option("--context", min=1, help="Longest context in tokens.")],
+    engine: Annotated[
+        Literal["vllm", "sglang", "exllamav3"],
+        typer.Option("--engine", help="Whose command; none is taken for granted."),
+    ],
+    profile: ProfileName,
+    context: Context,
     tp: TpOfCut = None,
     ep: EpOfCut = None,
     pp: PpOfCut = None,

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tonnage.cli.options import note
+from tonnage.units import counted
 
 if TYPE_CHECKING:
     from tonnage.api import Checkpoint
@@ -69,7 +70,7 @@ class Opening:
         )
         assert checkpoint.source is not None  # it was opened
         self._sources.append(checkpoint.source.address)
-        line = f"{checkpoint.source.address}: {nbytes:,} bytes in {requests} requests, {seconds:.1f} s"
+        line = f"{checkpoint.source.address}: {nbytes:,} bytes in {counted(requests, 'request')}, {seconds:.1f} s"
         note(f"{line}; {kept:,} bytes kept of an earlier time" if kept else line)
         return checkpoint
 
@@ -123,4 +124,5 @@ def _watched(transfer: Transfer) -> Iterator[None]:
 def progress_line(transfer: Transfer, seconds: float) -> str:
     """Return how far it is as one line."""
     expected = f" of about {transfer.expected_bytes / 1e6:.1f}" if transfer.expected_bytes else ""
-    return f"fetching headers: {transfer.nbytes / 1e6:.1f}{expected} MB, {transfer.requests} requests, {seconds:.0f} s"
+    requests = counted(transfer.requests, "request")
+    return f"fetching headers: {transfer.nbytes / 1e6:.1f}{expected} MB, {requests}, {seconds:.0f} s"

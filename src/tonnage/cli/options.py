@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     pass
 
 
+def context_tokens(text: str | int) -> int:
+    """Return ``--context``: tokens, or such as 32k.
+
+    Raises:
+        UnitError: It is none.
+    """
+    from tonnage.units import parse_tokens
+
+    return text if isinstance(text, int) else parse_tokens(text, where="--context")
+
+
 def here(text: str) -> Path:
     """Return a path to write to; of an address a directory ``s3:`` would be made here.
 
@@ -83,6 +94,20 @@ DraftBytes = Annotated[
 ConvertTo = Annotated[
     Literal["none", "mxfp8", "mxfp8-experts"],
     typer.Option("--convert", help="What preparation does to BF16 projections; mxfp8 leaves routed experts."),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context", parser=context_tokens, metavar="TOKENS", help="Longest context: tokens, or 32k or 1M; k is 1,024."
+    ),
+]
+ProfileName = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        help="What is to be served: cC-pP, requests at once and tokens of a prefill step, such as c4-p4096 or c4-p8k; "
+        "of a package, by default what it was made for.",
+    ),
 ]
 KvDtype = Annotated[
     str | None,

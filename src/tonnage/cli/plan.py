@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tonnage.cli.options import (
+    Context,
     ConvertTo,
     Dcp,
     Draft,
@@ -24,6 +25,7 @@ from tonnage.cli.options import (
     Method,
     Offline,
     PpOfCut,
+    ProfileName,
     Reserve,
     Source,
     SupplySize,
@@ -59,10 +61,8 @@ def plan(
     supply: SupplySize = None,
     free: Free = None,
     reserve: Reserve = "0",
-    profile: Annotated[
-        str | None, typer.Option("--profile", help="What is to be served: cC-pP, concurrency and prefill chunk.")
-    ] = None,
-    context: Annotated[int | None, typer.Option("--context", min=1, help="Longest context in tokens.")] = None,
+    profile: ProfileName = None,
+    context: Context = None,
     kv_dtype: KvDtype = None,
     kv_bytes: KvBytes = None,
     engine_version: EngineVersion = None,

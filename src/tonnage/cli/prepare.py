@@ -15,7 +15,7 @@ from tonnage.cli.interruption import interruptible, system_errors
 from tonnage.cli.options import ConvertTo, Ep, Json, Pp, Tp, emit, emit_json, here, note
 from tonnage.cli.progress import progress
 from tonnage.cli.ranks import parse_ranks
-from tonnage.units import MIB, unit_for
+from tonnage.units import MIB, counted, unit_for
 
 if TYPE_CHECKING:
     from tonnage.api import PlanRequest
@@ -42,7 +42,11 @@ def prepare(
     pp: Pp = 1,
     engine: Annotated[
         Literal["vllm", "sglang", "exllamav3", "split"],
-        typer.Option("--engine", help="Whose placement rules; split cuts everything that can be cut."),
+        typer.Option(
+            "--engine",
+            help="Whose placement rules. By default split: everything that can be cut is cut, and no engine need be "
+            "chosen; vllm for what `tonnage serve` is to start.",
+        ),
     ] = "split",
     convert: ConvertTo = "none",
     layout: Annotated[
@@ -175,10 +179,11 @@ def _preparation(source: str, output: Path, request: PlanRequest, options: Prepa
 
 
 def _emit_dry_run(preparation: Preparation, *, force: bool, as_json: bool) -> None:
-    """Say what would be written; refuse what a run would refuse: another's files, no room for ours."""
+    """Refuse what a run would refuse, another's files or no room for ours; else say what would be written."""
     from tonnage.prepare.checks import ASSUMED_BYTES_PER_SECOND, disk_free_bytes, disk_needed_bytes
     from tonnage.prepare.resume import check_output
 
+    check_output(preparation, force=force)
     survey, output = preparation.survey, preparation.setup.output
     seconds = survey.written_bytes / ASSUMED_BYTES_PER_SECOND
     needed, free = disk_needed_bytes(survey.outputs), disk_free_bytes(output)
@@ -216,12 +221,11 @@ def _emit_dry_run(preparation: Preparation, *, force: bool, as_json: bool) -> No
             unit, text = unit_for(survey.transfer_bytes)
             emit(f"network: {text(survey.transfer_bytes)} {unit} to be read{_read_why(preparation)}")
         if preparation.workers:
-            emit(f"memory: at most {preparation.memory_bytes // MIB} MiB in {preparation.workers} workers")
+            emit(f"memory: at most {preparation.memory_bytes // MIB} MiB in {counted(preparation.workers, 'worker')}")
         else:
             emit(f"memory: at most {preparation.task_memory_bytes // MIB} MiB for every task on a node")
         emit(f"time: about {seconds:.0f} s, at an assumed {ASSUMED_BYTES_PER_SECOND // 10**6} MB/s written")
         emit("nothing was written (--dry-run)")
-    check_output(preparation, force=force)
 
 
 def _read_why(preparation: Preparation) -> str:
@@ -250,7 +254,7 @@ def _emit_summary(preparation: Preparation, summary: Summary) -> None:
     if noisy:
         worst = min(noisy, key=lambda tensor: tensor.sqnr_db or 0)
         largest = f"{one_line(worst.tensor)}: SQNR {worst.sqnr_db:.2f} dB"
-        emit(f"{len(summary.converted)} tensors converted; largest error in {largest}")
+        emit(f"{counted(len(summary.converted), 'tensor')} converted; largest error in {largest}")
     _emit_conversion(preparation)
     total = sum(one.file_bytes for one in preparation.survey.outputs)
     unit, text = unit_for(total)

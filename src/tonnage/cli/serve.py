@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from tonnage.cli.options import (
+    Context,
     Dcp,
     Draft,
     DraftTokens,
@@ -22,6 +23,7 @@ from tonnage.cli.options import (
     KvDtype,
     Method,
     PpOfCut,
+    ProfileName,
     Reserve,
     SupplySize,
     TpOfCut,
@@ -37,7 +39,9 @@ def serve(
     extra: Annotated[
         list[str] | None, typer.Argument(metavar="[-- ARGUMENT...]", help="Passed on to the engine as they are.")
     ] = None,
-    engine: Annotated[Literal["vllm"], typer.Option("--engine", help="Which engine is started.")] = "vllm",
+    engine: Annotated[
+        Literal["vllm"], typer.Option("--engine", help="Which engine is started; there is only vllm so far.")
+    ] = "vllm",
     key: Key = None,
     certificate_chain: CertificateChain = None,
     identity: Identity = None,
@@ -62,11 +66,8 @@ def serve(
     free: Free = None,
     utilization: Utilization = None,
     reserve: Reserve = "0",
-    profile: Annotated[
-        str | None,
-        typer.Option("--profile", help="What is to be served: cC-pP; by default what the package was made for."),
-    ] = None,
-    context: Annotated[int | None, typer.Option("--context", min=1, help="Longest context in tokens.")] = None,
+    profile: ProfileName = None,
+    context: Context = None,
     kv_dtype: KvDtype = None,
     kv_bytes: KvBytes = None,
     engine_version: EngineVersion = None,

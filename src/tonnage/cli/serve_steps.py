@@ -31,7 +31,7 @@ from tonnage.serve.words import Program, engine_environment, overridden, runs_re
 from tonnage.suggestions import suggest
 from tonnage.supply_options import free_gpus, read_share
 from tonnage.topology import Device
-from tonnage.units import unit_for
+from tonnage.units import counted, unit_for
 
 if TYPE_CHECKING:
     from tonnage.flags.values import ServeCommand
@@ -91,7 +91,9 @@ def verify(directory: Path, trust: Trust, *, fast: bool) -> None:
     assert found.manifest is not None
     unit, text = unit_for(found.nbytes)
     how = "headers only; the engine's workers hash the weights" if fast else f"{found.hashed_bytes:,} bytes hashed"
-    note(f"verified: {one_line(found.manifest.name)}, {found.files} files, {text(found.nbytes)} {unit}, {how}")
+    note(
+        f"verified: {one_line(found.manifest.name)}, {counted(found.files, 'file')}, {text(found.nbytes)} {unit}, {how}"
+    )
 
 
 def check_hashed(served: Served, *, fast: bool) -> None:

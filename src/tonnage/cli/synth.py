@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from tonnage.cli.options import Json, Output, Source, emit, emit_json, note
+from tonnage.units import counted
 
 
 def synth(
@@ -57,7 +58,8 @@ def synth(
         )
         return
     emit(
-        f"{output}: {len(layout.shards) + len(layout.slot_files)} files, {layout.tensor_count:,} tensors, "
+        f"{output}: {counted(len(layout.shards) + len(layout.slot_files), 'file')}, "
+        f"{counted(layout.tensor_count, 'tensor')}, "
         f"{layout.payload_bytes:,} payload bytes ({gib(layout.payload_bytes)} GiB)"
     )
     for text in rehearsal.notes:

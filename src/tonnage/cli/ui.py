@@ -32,10 +32,12 @@ def ui(
 ) -> None:
     """Show the planner as a page, until interrupted.
 
-    On this machine alone. The same address answers programs: see /api/openapi.json.
+    On this machine alone. The page begins with engine vllm, as serve does. The same address answers programs, with the
+    defaults of the commands: see /api/openapi.json.
 
     Example: tonnage ui models --no-browser
     """
+    note("starting; the address follows")  # what serves takes seconds to import and to start
     from tonnage.ui.checkpoints import check_directories
     from tonnage.ui.serve import address_of, is_loopback, listen, open_browser, run, served_hosts
     from tonnage.ui.settings import Settings

@@ -13,7 +13,7 @@ from tonnage.cli.ranks import parse_ranks
 from tonnage.cli.trust import CertificateChain, Identity, Issuer, Key, TrustConfig, trust_of
 from tonnage.errors import Problem
 from tonnage.prepare.documents import SIGNATURE
-from tonnage.units import unit_for
+from tonnage.units import counted, unit_for
 
 if TYPE_CHECKING:
     from tonnage.export.agreement import Numerics
@@ -129,7 +129,9 @@ def _numerics(numerics: Numerics) -> str:
     """Return what the weights are to those of the source, in words; figures are the signer's."""
     said: list[str] = [numerics.kind]
     if worst := numerics.worst:
-        said.append(f"{len(numerics.converted):,} tensors, SQNR at least {worst.sqnr_db:.2f} dB ({worst.tensor})")
+        said.append(
+            f"{counted(len(numerics.converted), 'tensor')}, SQNR at least {worst.sqnr_db:.2f} dB ({worst.tensor})"
+        )
     if compared := numerics.compared:
         total = compared.total.sqnr_db
         said.append("compared: identical" if compared.identical else f"compared: {compared.tensors.differing:,} differ")
@@ -195,4 +197,5 @@ def _verdict(found: Verification, hash_name: str) -> str:
     parts += [f"{unread:,} of weight files whose headers alone were read"] * (unread > 0)
     parts += [f"{found.signature_bytes:,} of {SIGNATURE}"]
     said = "verified in part" if found.in_part else "verified"
-    return f"{said}: {found.files} files, {found.nbytes:,} bytes ({text(found.nbytes)} {unit}): {', '.join(parts)}"
+    files = counted(found.files, "file")
+    return f"{said}: {files}, {found.nbytes:,} bytes ({text(found.nbytes)} {unit}): {', '.join(parts)}"

@@ -63,7 +63,10 @@ def engine_kv_dtype(choice: str, caches: Iterable[LayerCache], *, stated: str = 
     if name not in KV_DTYPES:
         raise UnknownFormatError(
             Problem(
-                where="--kv-dtype", what="no KV dtype", expected=", ".join((*KV_CHOICES, *KV_DTYPES[1:])), found=choice
+                where="--kv-dtype",
+                what="no KV dtype",
+                expected=", ".join(dict.fromkeys((*KV_CHOICES, *KV_DTYPES))),
+                found=choice,
             )
         )
     return name

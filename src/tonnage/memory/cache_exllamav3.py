@@ -208,7 +208,7 @@ def cache_bits(mode: str) -> tuple[int, int]:
         raise UnknownFormatError(
             Problem(
                 where="--kv-dtype", what="exllamav3 has no such cache mode", found=mode,
-                expected=", ".join((*CACHE_MODES, *_MODES)),
+                expected=", ".join((*CACHE_MODES, *(mode for mode in _MODES if mode.upper() not in CACHE_MODES))),
             )
         )  # fmt: skip
     return bits

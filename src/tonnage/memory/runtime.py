@@ -26,7 +26,7 @@ from tonnage.memory.term import Term
 from tonnage.memory.terms import calibrated, case_of, in_total
 from tonnage.memory.workspace import activation_peak
 from tonnage.memory.workspace_shape import Serving
-from tonnage.units import MIB
+from tonnage.units import MIB, counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,7 +139,7 @@ def _graphs(shape: ModelShape, serving: Serving, deployment: Deployment, records
     sizes = capture_sizes(serving, deployment.gpu_class)
     nbytes = graph_bytes(shape, serving, sizes, deployment.gpu_class)
     case = case_of("graphs", deployment, shape.kind)
-    rule = f"{len(sizes)} sizes up to {sizes[-1]}, {shape.layers} layers"
+    rule = f"{counted(len(sizes), 'size')} up to {sizes[-1]}, {counted(shape.layers, 'layer')}"
     return calibrated("runtime.graphs", (nbytes, nbytes), case, records, rule=rule)
 
 
@@ -152,14 +152,17 @@ def _buffers(shape: ModelShape, serving: Serving, deployment: Deployment) -> Ter
     unsure = "; the bound has the statistics of releases from 0.27" if release is None else ""
     return Term(
         component="runtime.buffers", nbytes=nbytes, bound_nbytes=bound, basis="modelled",
-        source=f"vLLM 0.33.0 v1/worker/gpu: {serving.max_seqs} sequences, {serving.batched_tokens} tokens{unsure}",
+        source=f"vLLM 0.33.0 v1/worker/gpu: {counted(serving.max_seqs, 'sequence')}, "
+        f"{counted(serving.batched_tokens, 'token')}{unsure}",
     )  # fmt: skip
 
 
 def _activation(shape: ModelShape, serving: Serving, deployment: Deployment, records: Sequence[TermRecord]) -> Term:
     peak = activation_peak(shape, serving, pp=deployment.topology.pp, gpu=deployment.gpu_class)
     case = case_of("activation", deployment, shape.kind)
-    rule = f"step of {serving.batched_tokens} tokens, {serving.max_seqs} sequences: {peak.binding}"
+    rule = (
+        f"step of {counted(serving.batched_tokens, 'token')}, {counted(serving.max_seqs, 'sequence')}: {peak.binding}"
+    )
     if serving.assumed:
         rule += f" ({', '.join(serving.assumed)} by default)"
     return calibrated("workspace.activation", _peak(peak, serving), case, records, transient=True, rule=rule)

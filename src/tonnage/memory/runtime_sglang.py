@@ -14,7 +14,7 @@ from tonnage.memory.runtime_rules import context_bytes, graph_bytes
 from tonnage.memory.term import Term
 from tonnage.memory.terms import calibrated, case_of
 from tonnage.memory.workspace import activation_peak
-from tonnage.units import GIB, MIB
+from tonnage.units import GIB, MIB, counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,7 +98,9 @@ def _graphs(shape: ModelShape, serving: Serving, deployment: Deployment, records
     if serving.eager:
         return Term(component="runtime.graphs", nbytes=0, bound_nbytes=0, basis="exact", source="no graphs: eager")
     case = case_of("graphs", deployment, shape.kind)
-    rule = f"decode graphs of up to {serving.largest_capture or serving.max_seqs} sequences, and prefill graphs"
+    rule = (
+        f"decode graphs of up to {counted(serving.largest_capture or serving.max_seqs, 'sequence')}, and prefill graphs"
+    )
     return calibrated("runtime.graphs", modelled_graphs(shape, serving), case, records, rule=rule)
 
 

@@ -16,7 +16,7 @@ import msgspec
 from tonnage.memory.runtime_rules import LINKED
 from tonnage.memory.term import Term
 from tonnage.memory.workspace_shape import Deployment, GpuClass, Kind, Release
-from tonnage.units import gib
+from tonnage.units import counted, gib
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -249,17 +249,20 @@ def scaled_up(nbytes: int, permille: int) -> int:
 
 
 def _evidence(record: TermRecord, case: Case) -> str:
-    """Say how much evidence there is, how large it is, and what of the case it does not cover."""
+    """Say how much evidence there is, how large it is, and what of the case it does not cover.
+
+    Evidence is of other sizes than the case: what is at or above it is the bound for its size, not the one for this.
+    """
     what = "package" if record.term == "total" else "log"
-    count = f"{len(record.evidence)} {what}{'s' if len(record.evidence) > 1 else ''}"
+    count = f"{'each of' if len(record.evidence) > 1 else 'the'} {counted(len(record.evidence), what)}"
     sizes = dict.fromkeys(gib(nbytes, digits=2) for nbytes in (record.smallest_bytes, record.largest_bytes))
-    text = f"{count} of {'-'.join(sizes)} GiB"
+    text = f"bound at or above {count} when scaled to its size ({'-'.join(sizes)} GiB)"
     outside = _outside(record, case)
     if not outside:
         return text
     wanted = {
         "release": f"release {'.'.join(map(str, case.release))}" if case.release else "this release",
-        "gpu": case.gpu_class or "this GPU", "ranks": f"{case.ranks} ranks", "kind": f"{case.kind} models",
+        "gpu": case.gpu_class or "this GPU", "ranks": counted(case.ranks, "rank"), "kind": f"{case.kind} models",
     }  # fmt: skip
     missing = ", ".join(wanted[name] for name in outside)
-    return f"{text} elsewhere, none of {missing}: bound widened"
+    return f"{text}; none is of {missing}: widened"

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from tonnage.errors import one_line
 from tonnage.report.tables import add_row, new_table
+from tonnage.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +27,7 @@ _MOST_SHOWN = 20
 def comparison_table(comparison: Comparison, end_to_end: EndToEnd | None = None) -> RenderableType:
     """Return counts, the tensors that differ most, what only one side has, and the figures end to end."""
     a, b = (
-        f"{name} ({count} rank{'s' if count > 1 else ''})"
-        for name, count in zip(comparison.names, comparison.ranks, strict=True)
+        f"{name} ({counted(count, 'rank')})" for name, count in zip(comparison.names, comparison.ranks, strict=True)
     )
     parts: list[RenderableType] = [Text(one_line(f"A {a} · B {b}"), style="bold"), Text(_counts(comparison))]
     if comparison.differing:
@@ -45,8 +45,8 @@ def comparison_table(comparison: Comparison, end_to_end: EndToEnd | None = None)
 def _counts(comparison: Comparison) -> str:
     compared, differing = len(comparison.errors), len(comparison.differing)
     if not differing:
-        return f"all {compared:,} tensors of both hold the same"
-    text = f"{compared:,} tensors of both, {differing:,} differ"
+        return f"{counted(compared, 'tensor')} of both, none differs"
+    text = f"{counted(compared, 'tensor')} of both, {differing:,} differ"
     total = comparison.total
     if total.elements:
         text += f": relative error {_ratio(total.relative)}, SQNR {_sqnr(total)}, largest {total.largest_error:.3g}"

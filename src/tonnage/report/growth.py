@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tonnage.report.bars import size_words
 from tonnage.report.svg import HUNDREDTHS, LETTER, anchor, px, safe
 from tonnage.saved_plan import SavedPlan
-from tonnage.units import GIB, MIB
+from tonnage.units import GIB, MIB, counted
 
 _TOP, _FOOT, _LEFT, _HEIGHT = 28, 44, 46, 300
 _TICKS = 5
@@ -125,7 +125,7 @@ def _room_words(room: int) -> str:
 
 
 def _requests(many: int) -> str:
-    return f"{many:,} request{'s' if many > 1 else ''}"
+    return counted(many, "request")
 
 
 def _scales(frame: _Frame) -> Iterator[str]:

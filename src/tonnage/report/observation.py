@@ -16,7 +16,7 @@ from tonnage.observe.reader import Figures, Observation, RankObservation
 from tonnage.observe.record import Value, row
 from tonnage.report.tables import add_row, new_table
 from tonnage.saved_plan import SavedPlan
-from tonnage.units import gib
+from tonnage.units import counted, gib
 from tonnage.version import __version__
 
 OBSERVE_SCHEMA = "tonnage.observe/1"
@@ -231,4 +231,4 @@ def _verdict(observed: Observed) -> Text:
         return Text("CONTRADICTS THE PLAN: " + "\n".join(over), style="bold red")
     if not judged:
         return Text("nothing to judge: no figure of this log has lines in the plan")
-    return Text(f"within every bound: {len(judged)} figures compared", style="bold green")
+    return Text(f"within every bound: {counted(len(judged), 'figure')} compared", style="bold green")

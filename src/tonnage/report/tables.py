@@ -14,7 +14,7 @@ from tonnage.report.changes import changes, signed_size
 from tonnage.report.documents import cache_document, plan_document
 from tonnage.report.saved import read_saved
 from tonnage.report.terminal import RankBars, plain_text
-from tonnage.units import MIB, gib, ranges, unit_for
+from tonnage.units import MIB, counted, gib, ranges, unit_for
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -98,7 +98,7 @@ def _changed(before: SavedPlan, after: SavedPlan) -> list[RenderableType]:
 
 def inspect_table(checkpoint: Checkpoint, inspection: Inspection) -> RenderableType:
     """Return totals and the sums by role, storage format and dtype."""
-    source = f"{len(checkpoint.headers.shards)} shard files" if checkpoint.headers is not None else "config alone"
+    source = counted(len(checkpoint.headers.shards), "shard file") if checkpoint.headers is not None else "config alone"
     total = inspection.total
     unit, short = unit_for(total.nbytes)
     credit = (
@@ -143,8 +143,12 @@ def _ledger(ledger: RankLedger, kv_bytes: int | None) -> Table:
         if line.bound_nbytes > line.nbytes:
             add_row(table, "  bound", f"{line.bound_nbytes:,}", short(line.bound_nbytes), "", "")
     table.add_section()
-    add_row(table, "weights", f"{ledger.weights_bytes:,}", short(ledger.weights_bytes), "", "")
-    add_row(table, "fixed", f"{ledger.fixed_bytes:,}", short(ledger.fixed_bytes), "", "")
+    bounded = any(line.bound_nbytes > line.nbytes for line in ledger.lines)
+    weights = "weights, padding and engine lines" + (", as expected" if bounded else "")
+    fixed = "all lines above" + (" at their bounds" if bounded else "")
+    fixed += ", of transient ones the largest" if sum(line.transient for line in ledger.lines) > 1 else ""
+    add_row(table, "weights", f"{ledger.weights_bytes:,}", short(ledger.weights_bytes), "", weights)
+    add_row(table, "fixed", f"{ledger.fixed_bytes:,}", short(ledger.fixed_bytes), "", fixed)
     if ledger.service is not None:
         served = f"{ledger.service.concurrency} x {ledger.service.context_tokens:,} tokens"
         basis, layout = ledger.service.cache_basis
@@ -163,11 +167,10 @@ def _cache(plan: Plan) -> list[Text]:
     text = f"cache: {facts['bytes_per_token_per_rank']:,} bytes per token and rank"
     if facts["state_bytes_per_request"]:
         text += f", {facts['state_bytes_per_request']:,} bytes of state per request and rank"
-    requests = "1 request" if facts["concurrency"] == 1 else f"{facts['concurrency']} requests"
     counts = [
         f"{facts[key]:,} tokens{how}, expected {facts[f'expected_{key}']:,}"
         for key, how in (
-            ("shared_capacity_tokens", f" beside the states of {requests}"),
+            ("shared_capacity_tokens", f" beside the states of {counted(facts['concurrency'], 'request')}"),
             ("capacity_tokens", " in requests of that length"),
         )
         if facts[key] is not None

@@ -191,6 +191,7 @@ class Pages:
             "labels": LABELS,
             "choices": choices(checkpoints, self._document(shelf, "gpus")),
             "all_listed": checkpoints["complete"],
+            "asks_hub": checkpoints["hub"],
             "gpus": sizes[0] * sizes[1],
             "opened": {part: any(state[name] or found[name] for name in names) for part, names in _FOLDED.items()},
             "pinned": None if page.against is None else query_of(PageState(plan=page.against)),

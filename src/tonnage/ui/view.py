@@ -12,7 +12,7 @@ from tonnage.report.growth import growth_of, growth_words
 from tonnage.saved_plan import SavedPlan
 from tonnage.ui.choices import LABELS
 from tonnage.ui.state import CONFIG_NAME, PageState, State, fields_of, query_of, said, suggested
-from tonnage.units import gib
+from tonnage.units import counted, gib
 
 Kind = Literal["fits", "refused", "open", "unusable", "empty"]
 
@@ -240,7 +240,7 @@ def _suggested_words(text: str) -> str:
     for name, value in zip(said[::2], said[1::2], strict=True):
         if name == "--profile":
             concurrency, chunk = value[1:].split("-p")
-            shown += [f"{int(concurrency):,} requests at once", f"prefill chunk of {int(chunk):,}"]
+            shown += [f"{counted(int(concurrency), 'request')} at once", f"prefill chunk of {int(chunk):,}"]
         else:
             shown.append(_SHOWN[name].format(_value_words(value)))
     return ", ".join(shown)
