@@ -29,7 +29,7 @@ from tonnage.formats.quantized import CHANNEL_FORMATS
 
 if TYPE_CHECKING:
     from tonnage.assignment import Assigned, Assignment
-    from tonnage.recipes.blueprint import Stored
+    from tonnage.recipes.modules import Stored
     from tonnage.topology import Topology
 
 VOCAB_MULTIPLE = 64
