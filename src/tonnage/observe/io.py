@@ -19,7 +19,7 @@ from tonnage.errors import ObservationError, Problem
 from tonnage.observe.compare import Comparison, compare, topology_mismatch
 from tonnage.observe.reader import MARKERS, LogReader, Observation
 from tonnage.observe.scan import LONGEST_LINE, lines_with
-from tonnage.saved_plan import PLAN_LIMIT_BYTES, SavedPlan, read_plan
+from tonnage.saved_plan import PLAN_LIMIT_BYTES, SavedPlan, read_plan_document
 
 _BLOCK_BYTES = 1 << 20
 _UTF16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
@@ -66,7 +66,7 @@ def observe_log(path: str, plan_path: Path | None = None) -> Observed:
     Raises:
         ObservationError: One of them cannot be used, or the plan is for another number of ranks than the log.
     """
-    return hold_against(path, None if plan_path is None else read_plan_file(plan_path))
+    return hold_against(path, None if plan_path is None else read_plan(plan_path))
 
 
 def hold_against(path: str, plan: SavedPlan | None) -> Observed:
@@ -181,7 +181,7 @@ def _first_end(data: bytes) -> int:
     return min(ends, default=-1)
 
 
-def read_plan_file(path: Path) -> SavedPlan:
+def read_plan(path: Path) -> SavedPlan:
     """Return a plan document.
 
     Raises:
@@ -197,7 +197,7 @@ def plan_of(document: Mapping[str, Any], *, where: str) -> SavedPlan:
     Raises:
         ObservationError: It is no plan.
     """
-    return read_plan(document, where=where, kind=ObservationError)
+    return read_plan_document(document, where=where, kind=ObservationError)
 
 
 @contextmanager
