@@ -94,6 +94,12 @@ def test_every_row_of_the_vllm_agreement_is_planned_to_the_byte():
     assert (ROOT / "docs" / "vllm-agreement.md").read_text() == script.report(rows)
 
 
+def test_what_the_readme_says_that_vllm_allocates_is_a_row_of_the_agreement():
+    said = re.search(r"`engine\.kv_scales`, ([\d,]+) bytes", (ROOT / "README.md").read_text())
+    row = f"| Qwen/Qwen3-235B-A22B-FP8 | 4 |  | 1 | 0 | as stated | {said[1]} | 0 |"
+    assert row in (ROOT / "docs" / "vllm-agreement.md").read_text().splitlines()
+
+
 @pytest.fixture(scope="module")
 def k31():
     return load_script("k31_ranks")
