@@ -26,8 +26,8 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
-from exl3_samples import rehearse
-from samples import LLAMA, prepare_small, write_key
+from exl3_samples import rehearse_exl3
+from samples import LLAMA, prepare_small, rehearse, write_key
 from tonnage.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -277,7 +277,7 @@ def _prepared(folder: Path) -> None:
 FIXTURES: dict[str, Callable[[Path], None]] = {
     "checkpoint": _checkpoint,
     "clone": _clone,
-    "exl3": lambda folder: rehearse(folder / "GLM-5.2-EXL3") and None,
+    "exl3": lambda folder: rehearse_exl3(folder / "GLM-5.2-EXL3") and None,
     "key": lambda folder: write_key(folder) and None,
     "prepared": _prepared,
     "qwen": lambda folder: write_llama(folder / "Qwen3-8B", model_type="qwen3", head_dim=64),

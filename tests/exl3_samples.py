@@ -49,7 +49,7 @@ def save(path: Path, tensors: Stored) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(raw for _, _, raw in tensors.values()))
 
 
-def rehearse(folder: Path, change: Callable[[Stored], Stored] = lambda tensors: tensors, **how: Any) -> Path:
+def rehearse_exl3(folder: Path, change: Callable[[Stored], Stored] = lambda tensors: tensors, **how: Any) -> Path:
     """Write a small model with EXL3 experts of the codebook mcg, of which the published tensor is each projection."""
     options = {"scaled_down": False, "experts": "exl3", "bits": Fraction(3)} | how
     write_rehearsal(parse_config(MOE, name="moe"), folder, RehearsalOptions(**options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tonnage.cuts import Uncuttable, cut_axis, deal_axis, share_out, unit_grain
-from tonnage.recipes.blueprint import Run
+from tonnage.recipes.modules import Run
 
 HEADS = (Run(512, 8),)
 QKV = (Run(512, 8), Run(128, 2), Run(128, 2))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from components import SOURCE
 from doc_blocks import alike, blocks, pages, run_page
 from samples import load_script, write_shards
 from servers import hub, web
@@ -91,6 +92,12 @@ def test_every_row_of_the_vllm_agreement_is_planned_to_the_byte():
     assert len([row for row in rows if row.group == "first"]) == 106
     assert [row for row in rows if row.difference] == []
     assert (ROOT / "docs" / "vllm-agreement.md").read_text() == script.report(rows)
+
+
+def test_what_the_readme_says_that_vllm_allocates_is_a_row_of_the_agreement():
+    said = re.search(r"`engine\.kv_scales`, ([\d,]+) bytes", (ROOT / "README.md").read_text())
+    row = f"| Qwen/Qwen3-235B-A22B-FP8 | 4 |  | 1 | 0 | as stated | {said[1]} | 0 |"
+    assert row in (ROOT / "docs" / "vllm-agreement.md").read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +198,22 @@ def test_pages_name_no_command_that_is_missing(tonnage):
     for page in ("README.md", "CONTRIBUTING.md"):
         for command in re.findall(r"`tonnage ([a-z]+)", (ROOT / page).read_text()):
             assert re.search(rf"^  {command} ", known, re.MULTILINE), (page, command)
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_files_that_the_page_names_exist(page):
+    named = re.findall(r"`((?:[\w.*-]+/)+(?:[\w.*-]+\.\w+)?|\w+\.py)`", (ROOT / page).read_text())
+    assert len(named) > 10
+    for name in named:
+        found = re.sub(r"\b(ENGINE|FAMILY|VERSION)\b", "*", name.rstrip("/"))
+        assert any(next(base.glob(found), None) for base in (ROOT, SOURCE)), name
+
+
+def test_the_architecture_names_every_module_at_the_top():
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    top = {path for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    names = {f"{path.name}/" if path.is_dir() else path.name for path in top} - {"__init__.py", "__main__.py"}
+    assert {name for name in names if f"`{name}" not in page} == set()
 
 
 def test_pages_link_to_files_that_exist():

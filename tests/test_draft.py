@@ -25,7 +25,8 @@ from tonnage.memory.cache_vllm_options import VllmCacheOptions
 from tonnage.memory.term import Term
 from tonnage.memory.workspace_shape import Deployment, Serving
 from tonnage.placement import can_place, place
-from tonnage.recipes.blueprint import blueprint_of, stored_tensors
+from tonnage.recipes.blueprint import blueprint_of
+from tonnage.recipes.modules import stored_tensors
 from tonnage.topology import Topology
 from tonnage.units import GIB
 

@@ -16,8 +16,9 @@ from tonnage.engines.exllamav3 import EXLLAMAV3
 from tonnage.errors import PlacementError
 from tonnage.formats.quantized import exl3
 from tonnage.placement import Placed, Placement, place
-from tonnage.recipes.blueprint import draw_blueprint, stored_tensors
+from tonnage.recipes.blueprint import draw_blueprint
 from tonnage.recipes.loader import family_of, load_recipe
+from tonnage.recipes.modules import stored_tensors
 from tonnage.topology import Topology
 
 CONFIGS = Path(__file__).parent / "data" / "configs"

@@ -32,30 +32,30 @@ TABBY = replace(
 )
 
 # Flags as the engines document them, each with the number of words it takes. vLLM: docs.vllm.ai, "vllm serve" of 0.32.
-# SGLang: docs.sglang.io, "Server Arguments" of 0.5.23, long forms. The last two of SGLang ended with 0.5.10.
+# SGLang: docs.sglang.io, "Server Arguments" of 0.5.23, long forms. The last of SGLang ended with 0.5.10.
 DOCUMENTED = {
     "vllm": {
         "--tensor-parallel-size": 1, "--pipeline-parallel-size": 1, "--enable-expert-parallel": 0,
         "--decode-context-parallel-size": 1, "--max-model-len": 1, "--max-num-seqs": 1, "--max-num-batched-tokens": 1,
         "--kv-cache-dtype": 1, "--gpu-memory-utilization": 1, "--kv-cache-memory-bytes": 1,
-        "--num-gpu-blocks-override": 1, "--block-size": 1, "--quantization": 1, "--enforce-eager": 0,
-        "--max-cudagraph-capture-size": 1, "--speculative-config": 1,
+        "--block-size": 1, "--quantization": 1, "--enforce-eager": 0,
+        "--speculative-config": 1,
     },
     "sglang": {
         "--model-path": 1, "--tp-size": 1, "--pp-size": 1, "--ep-size": 1, "--dcp-size": 1, "--context-length": 1,
         "--max-running-requests": 1, "--chunked-prefill-size": 1, "--max-prefill-tokens": 1, "--kv-cache-dtype": 1,
         "--mem-fraction-static": 1, "--max-total-tokens": 1, "--max-mamba-cache-size": 1, "--page-size": 1, "--quantization": 1,
-        "--cuda-graph-backend-decode": 1, "--cuda-graph-backend-prefill": 1, "--cuda-graph-max-bs-decode": 1,
+        "--cuda-graph-backend-decode": 1, "--cuda-graph-backend-prefill": 1,
         "--speculative-algorithm": 1, "--speculative-draft-model-path": 1, "--speculative-num-steps": 1,
         "--speculative-eagle-topk": 1, "--speculative-num-draft-tokens": 1, "--speculative-draft-kv-cache-dtype": 1,
-        "--disable-cuda-graph": 0, "--cuda-graph-max-bs": 1,
+        "--disable-cuda-graph": 0,
     },
 }  # fmt: skip
 # theroyallab/tabbyAPI, common/config_models.py.
 TABBY_KEYS = {
     "model": {
         "model_dir", "model_name", "backend", "max_seq_len", "cache_size", "cache_mode", "tensor_parallel",
-        "gpu_split_auto", "autosplit_reserve", "chunk_size", "max_batch_size",
+        "gpu_split_auto", "chunk_size", "max_batch_size",
     },
     "draft_model": {"draft_mode", "draft_model_dir", "draft_model_name", "draft_cache_mode", "draft_num_tokens"},
 }  # fmt: skip
@@ -156,11 +156,9 @@ def test_parallel_sizes_of_one_are_not_written(serve: ServePlan) -> None:
 
 def test_tabbyapi_cuts_tensors_or_layers() -> None:
     assert lines_of(replace(TABBY, topology=Topology(tp=2)))["model"]["tensor_parallel"] is True
-    split = lines_of(replace(TABBY, topology=Topology(pp=3), reserve_mib=(96, 512, 512)))["model"]
-    assert (split["gpu_split_auto"], split["autosplit_reserve"]) == (True, [96, 512, 512])
-    assert problems(replace(TABBY, topology=Topology(tp=2, pp=2), reserve_mib=(1, 2, 3, 4, 5))) == [
+    assert lines_of(replace(TABBY, topology=Topology(pp=3)))["model"]["gpu_split_auto"] is True
+    assert problems(replace(TABBY, topology=Topology(tp=2, pp=2))) == [
         "topology: exllamav3 cuts tensors or layers; expected tp or pp alone; found tp 2, ep 1, pp 2, dcp 1",
-        "reserve mib: not one number per GPU; found (1, 2, 3, 4, 5)",
     ]
 
 
@@ -289,24 +287,18 @@ def test_drafts_and_their_checkpoints_belong_together() -> None:
     ]
 
 
-GRAPHS = {
-    "vllm": (None, {"--enforce-eager": None}, {"--max-cudagraph-capture-size": "64"}),
-    "0.5.23": ("0.5.23", {"--cuda-graph-backend-decode": "disabled", "--cuda-graph-backend-prefill": "disabled"},
-               {"--cuda-graph-max-bs-decode": "64"}),
-    "0.5.14": ("0.5.14.post1", {"--cuda-graph-backend-decode": "disabled", "--cuda-graph-backend-prefill": "disabled"},
-               {"--cuda-graph-max-bs-decode": "64"}),
-    "0.5.10": ("v0.5.10", {"--disable-cuda-graph": None}, {"--cuda-graph-max-bs": "64"}),
-    "0.5.9": ("0.5.9", {"--disable-cuda-graph": None}, {"--cuda-graph-max-bs": "64"}),
+PHASES = {"--cuda-graph-backend-decode": "disabled", "--cuda-graph-backend-prefill": "disabled"}
+EAGER = {
+    "vllm": (None, {"--enforce-eager": None}), "0.5.23": ("0.5.23", PHASES), "0.5.14": ("0.5.14.post1", PHASES),
+    "0.5.10": ("v0.5.10", {"--disable-cuda-graph": None}), "0.5.9": ("0.5.9", {"--disable-cuda-graph": None}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("row", GRAPHS.items(), ids=GRAPHS)
-def test_graph_flags_follow_the_release(row: tuple) -> None:
-    name, (release, eager, capture) = row
+@pytest.mark.parametrize("row", EAGER.items(), ids=EAGER)
+def test_flags_without_graphs_follow_the_release(row: tuple) -> None:
+    name, (release, eager) = row
     serve = VLLM if name == "vllm" else replace(SGLANG, release=release)
-    plain = flags_of(serve)
-    assert flags_of(replace(serve, eager=True)) == plain | eager
-    assert flags_of(replace(serve, largest_capture=64)) == plain | capture
+    assert flags_of(replace(serve, eager=True)) == flags_of(serve) | eager
 
 
 def test_releases_whose_graph_flags_nobody_read_are_refused_only_where_they_matter() -> None:
@@ -340,9 +332,8 @@ def test_larger_prefill_steps_raise_the_limit_of_sglang() -> None:
 
 
 def test_pages_and_quantization_are_passed_on() -> None:
-    vllm = flags_of(replace(VLLM, page_tokens=64, quantization="compressed-tensors", kv_blocks=1000))
+    vllm = flags_of(replace(VLLM, page_tokens=64, quantization="compressed-tensors"))
     assert (vllm["--block-size"], vllm["--quantization"]) == ("64", "compressed-tensors")
-    assert vllm["--num-gpu-blocks-override"] == "1000"
     sglang = flags_of(replace(SGLANG, page_tokens=64, quantization="modelopt_fp4"))
     assert (sglang["--page-size"], sglang["--quantization"]) == ("64", "modelopt_fp4")
     for serve in (VLLM, SGLANG):
@@ -351,8 +342,8 @@ def test_pages_and_quantization_are_passed_on() -> None:
 
 
 UNUSED = {
-    "vllm": (VLLM, {"kv_tokens": 1000, "reserve_mib": (96,)}, "vLLM"),
-    "sglang": (SGLANG, {"kv_bytes": 1000, "kv_blocks": 10}, "SGLang"),
+    "vllm": (VLLM, {"kv_tokens": 1000, "state_slots": 4}, "vLLM"),
+    "sglang": (SGLANG, {"kv_bytes": 1000}, "SGLang"),
     "tabbyapi": (
         TABBY,
         {"fraction": Fraction(1, 2), "eager": True, "quantization": "fp8", "release": "1.0"},
@@ -385,9 +376,6 @@ def test_all_problems_are_named_at_once() -> None:
         "memory fraction: out of range; expected 0.0001 to 1; found 2",
         "free memory: more than the GPU has; found 2",
         "layout: an engine reads standard checkpoints; expected prepared with --layout hf; found tp",
-    ]
-    assert problems(replace(VLLM, kv_bytes=1, kv_blocks=1)) == [
-        "cache: given in bytes and in blocks; expected one of them"
     ]
     assert problems(replace(SGLANG, fraction=Fraction(1))) == [
         "memory fraction: leaves nothing beside the pool; expected below 1; found 1"

@@ -13,7 +13,7 @@ from doc_blocks import run_words
 from samples import file_contents, load_script
 from tonnage import open_rank
 from tonnage.calibrations.term_records import read_terms
-from tonnage.observe.io import hold_against, read_plan_file
+from tonnage.observe.io import hold_against, read_plan
 from tonnage.report.documents import PLAN_SCHEMA
 from tonnage.version import __version__
 
@@ -124,7 +124,7 @@ def test_observation_is_a_log_record(frozen, tmp_path):
 def test_plan_of_what_is_served_is_held_against_a_log(frozen):
     facts = read(frozen / "frozen.json")
     assert read(frozen / "served-plan.json")["schema"] == PLAN_SCHEMA
-    held = hold_against(str(ROOT / facts["log"]), read_plan_file(frozen / "served-plan.json"))
+    held = hold_against(str(ROOT / facts["log"]), read_plan(frozen / "served-plan.json"))
     assert (5 if held.exceeds else 0) == facts["observed_status"]
 
 

@@ -16,7 +16,7 @@ from tonnage.cli import app
 from tonnage.errors import ObservationError, UnknownGpuError
 from tonnage.observe.compare import group_of
 from tonnage.observe.figures import Quantity, Reading, total, worst_of
-from tonnage.observe.io import observe_blocks, read_log, read_plan_file, whole_lines
+from tonnage.observe.io import observe_blocks, read_log, read_plan, whole_lines
 from tonnage.observe.lines import quantity
 from tonnage.observe.ranks import rank_of
 from tonnage.observe.reader import MOST_RANKS, MOST_READINGS
@@ -722,7 +722,7 @@ def test_a_plan_of_this_command_is_understood(tonnage, tmp_path, configs):
     planned = tonnage("plan", min(configs.glob("*.json")), "--json")
     path.write_text(planned.stdout)
     document = json.loads(planned.stdout)
-    assert [len(one.lines) for one in read_plan_file(path).ranks] == [len(one["lines"]) for one in document["ranks"]]
+    assert [len(one.lines) for one in read_plan(path).ranks] == [len(one["lines"]) for one in document["ranks"]]
 
 
 # --- records and output ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from plan_documents import by_hand
 from tonnage.errors import TonnageError
 from tonnage.export.manifest import PackageError, Parallel
 from tonnage.export.planned import Prepared, check_plan
-from tonnage.saved_plan import SavedPlan, read_plan
+from tonnage.saved_plan import SavedPlan, read_plan_document
 
 PREPARED = Prepared(
     checkpoint="a1", engine="vllm", topology=Parallel(tp=2), converted=False, payload_bytes={0: 6, 1: 5}
@@ -28,7 +28,7 @@ def document() -> dict[str, Any]:
 
 
 def read(plan: dict[str, Any]) -> SavedPlan:
-    return read_plan(plan, where="plan.json", kind=PackageError)
+    return read_plan_document(plan, where="plan.json", kind=PackageError)
 
 
 def refusal(change: Callable[[dict[str, Any]], object]) -> str:

@@ -14,7 +14,7 @@ ROOT = Path(tonnage.__file__).parent
 PURE = sorted(
     path
     for pattern in (
-        "formats/*.py", "engines/*.py", "recipes/blueprint.py", "recipes/expression*.py", "recipes/schema.py",
+        "formats/*.py", "engines/*.py", "recipes/blueprint.py", "recipes/modules.py", "recipes/expression*.py", "recipes/schema.py",
         "cuts.py", "shares.py", "placement.py", "placed_weights.py", "plan.py", "plan_notes.py", "request.py", "credit.py", "credit_plan.py", "topology.py", "assignment.py", "matching.py",
         "explain.py", "serve/outcome.py", "serve/parts.py", "serve/words.py", "measure/classes.py", "measure/packages.py", "measure/record.py",
         "recognition.py", "container.py", "inspection.py", "profile.py", "errors.py",

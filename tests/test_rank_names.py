@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exl3_samples import MCG, TENSOR, Stored, load, rehearse
+from exl3_samples import MCG, TENSOR, Stored, load, rehearse_exl3
 from samples import prepare_small
 from tonnage import open_rank
 from tonnage.cli.export_names import export_names
@@ -34,7 +34,7 @@ THEIRS = re.compile(r"^(?P<prefix>.+)\.rank(?P<rank>\d+)\.(?P<field>trellis|suh|
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint ``moe``, prepared as ``ranks`` for two ranks, and written by rank as ``sliced``."""
     path = tmp_path_factory.mktemp("home")
-    rehearse(path / "moe")
+    rehearse_exl3(path / "moe")
     prepare_small(path / "moe", path / "ranks", convert="none")
     write_rank_names(path / "ranks", path / "sliced")
     return path
@@ -119,7 +119,7 @@ def test_experts_at_two_rates_are_named_in_a_file(tmp_path: Path) -> None:
                 tensors[name] = (dtype, wider, np.resize(np.frombuffer(raw, "u1"), 2 * int(np.prod(wider))).tobytes())
         return tensors
 
-    rehearse(tmp_path / "moe", change)
+    rehearse_exl3(tmp_path / "moe", change)
     prepare_small(tmp_path / "moe", tmp_path / "ranks", convert="none")
     tail = write_rank_names(tmp_path / "ranks", tmp_path / "out")["hybrid_tr3_tail"]
     assert (tail["bits"], tail["k_values"]) == ("mixed", [3, 4])

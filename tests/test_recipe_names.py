@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tonnage.api import checkpoint_from_config
-from tonnage.recipes.blueprint import Module, stored_tensors
+from tonnage.recipes.modules import Module, stored_tensors
 
 DATA = Path(__file__).parent / "data"
 STATE_DICTS = json.loads((DATA / "state_dicts.json").read_text())["tensors"]

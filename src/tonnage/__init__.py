@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from tonnage.version import __version__
 
 if TYPE_CHECKING:
-    from tonnage.api import Checkpoint, PlanRequest, open_checkpoint, plan_checkpoint
+    from tonnage.api import open_checkpoint, plan_checkpoint
     from tonnage.errors import TonnageError
     from tonnage.memory.supply import Supply, find_gpu, parse_supply, supply_bytes
     from tonnage.placed_weights import LedgerLine
     from tonnage.plan import Plan, RankLedger
     from tonnage.prepare.reader import RankView, open_rank
+    from tonnage.request import Checkpoint, PlanRequest
     from tonnage.suggestions import suggest
 
 __all__ = [
@@ -35,8 +36,10 @@ __all__ = [
     "supply_bytes",
 ]
 _HOME = {
+    "Checkpoint": "tonnage.request",
     "LedgerLine": "tonnage.placed_weights",
     "Plan": "tonnage.plan",
+    "PlanRequest": "tonnage.request",
     "RankLedger": "tonnage.plan",
     "RankView": "tonnage.prepare.reader",
     "Supply": "tonnage.memory.supply",

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from tonnage.errors import Problem, UnknownFormatError
 from tonnage.formats.quantized import mxfp8
-from tonnage.recipes.blueprint import Blueprint, Module, Stored, stored_tensors
+from tonnage.recipes.blueprint import Blueprint
+from tonnage.recipes.modules import Module, Stored, stored_tensors
 
 if TYPE_CHECKING:
     from tonnage.container import Container

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd
 
-from tonnage.recipes.blueprint import Run
+from tonnage.recipes.modules import Run
 
 Ranges = tuple[tuple[int, int], ...]
 

@@ -20,9 +20,9 @@ from tonnage.assignment import Assigned, Assignment
 from tonnage.errors import ConfigError, PlacementError, Problem
 from tonnage.memory.cache import Attention, Latent, LayerCache
 from tonnage.placement import place
-from tonnage.recipes.blueprint import stored_tensors
 from tonnage.recipes.drafts import WHOLE_MODEL
 from tonnage.recipes.loader import families
+from tonnage.recipes.modules import stored_tensors
 from tonnage.topology import Topology
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tonnage.memory.cache_vllm_options import VllmCacheOptions
     from tonnage.memory.workspace_shape import Serving
     from tonnage.placement import Placement
-    from tonnage.recipes.blueprint import Module
+    from tonnage.recipes.modules import Module
 
 DraftMethod = Literal["eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark", "draft-model", "ngram", "suffix"]
 WITHOUT_MODEL: tuple[DraftMethod, ...] = ("ngram", "suffix")

@@ -20,7 +20,7 @@ from tonnage.errors import Problem, one_line, raise_if_any
 from tonnage.measure.classes import UNKNOWN
 from tonnage.measure.record import MeasuredRank, Measurement, MeasurementError
 from tonnage.recipes.schema import ROLES
-from tonnage.saved_plan import SavedLine, SavedPlan, SavedRank, read_plan
+from tonnage.saved_plan import SavedLine, SavedPlan, SavedRank, read_plan_document
 from tonnage.units import ranges
 
 EXPLAIN_SCHEMA = "tonnage.explain/1"
@@ -99,7 +99,7 @@ def read_planned(raw: bytes, where: str) -> SavedPlan:
         MeasurementError: It is no plan, a bound is below its value, or ranks are not those of its topology.
     """
     where = one_line(where)
-    plan = read_plan(parse_object(raw, where=where, kind=MeasurementError), where=where, kind=MeasurementError)
+    plan = read_plan_document(parse_object(raw, where=where, kind=MeasurementError), where=where, kind=MeasurementError)
     problems = [
         Problem(
             where=where, what=f"rank {rank.rank}: {line.component} above its bound", expected=f"{line.bound_nbytes}"

@@ -16,7 +16,8 @@ from tonnage.checkpoint.recognise import AUXILIARY, SUFFIXES
 from tonnage.checkpoint.tally import Kind, Kinds, Masker, matching_names, tally, unmasked
 from tonnage.errors import CheckpointError, Problem
 from tonnage.formats.quantized import is_read_by_value
-from tonnage.recipes.blueprint import Blueprint, Module, masked, spells_number, stored_tensors
+from tonnage.recipes.blueprint import Blueprint
+from tonnage.recipes.modules import Module, masked, spells_number, stored_tensors
 from tonnage.recognition import Recognised, explain, recognise
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from tonnage.checkpoint.skeletons import ShardHeader
     from tonnage.formats.storage import StorageFormat
-    from tonnage.recipes.blueprint import Stored
+    from tonnage.recipes.modules import Stored
 
 MOST_NAMED = 20
 """Tensors of one kind of problem that are written out."""

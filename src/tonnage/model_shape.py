@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tonnage.placement import Placed, Placement
-    from tonnage.recipes.blueprint import Module
+    from tonnage.recipes.modules import Module
     from tonnage.shares import Share
 
 MIXERS = frozenset({"attention", "indexer", "recurrent"})

@@ -14,7 +14,7 @@ from tonnage.checkpoint.tally import Kind
 from tonnage.errors import TonnageError
 from tonnage.formats.quantized import exl3
 from tonnage.formats.storage import Dim, StorageFormat
-from tonnage.recipes.blueprint import Module, Stored, stored_tensors
+from tonnage.recipes.modules import Module, Stored, stored_tensors
 
 Recognised = tuple[StorageFormat, tuple[Stored, ...]]
 _ONE = (Dim("none", 1),)

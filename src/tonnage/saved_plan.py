@@ -237,7 +237,7 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
         return rank.fixed_bytes + (rank.cache_bytes if given is None else given)
 
 
-def read_plan(document: Mapping[str, Any], *, where: str, kind: type[TonnageError]) -> SavedPlan:
+def read_plan_document(document: Mapping[str, Any], *, where: str, kind: type[TonnageError]) -> SavedPlan:
     """Return what a plan document says.
 
     Args:

@@ -13,7 +13,7 @@ from tonnage.cuts import Ranges, Uncuttable, cut_axis, deal_axis, extent, unit_g
 from tonnage.engines.model import Deal, EngineModel, Local
 from tonnage.errors import Problem
 from tonnage.formats.dtypes import DTYPE_BITS, payload_bytes
-from tonnage.recipes.blueprint import Run, Stored
+from tonnage.recipes.modules import Run, Stored
 from tonnage.recipes.schema import EngineRule, Rule
 from tonnage.topology import Topology, expert_counts
 

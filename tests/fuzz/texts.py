@@ -11,7 +11,7 @@ from tonnage.export.manifest import is_package_path
 from tonnage.memory.devices import DeviceMemory, select_devices
 from tonnage.memory.supply import find_gpu, gpu_of_driver, parse_supply, supply_bytes
 from tonnage.observe.compare import compare, topology_mismatch
-from tonnage.observe.io import LogFile, Observed, observe_blocks, read_plan_file
+from tonnage.observe.io import LogFile, Observed, observe_blocks, read_plan
 from tonnage.observe.record import row
 from tonnage.prepare.output_dir import path_within
 from tonnage.profile import parse_profile
@@ -32,7 +32,7 @@ def log(raw: bytes) -> None:
     row(observation)
     plan = comparisons = None
     if plan_raw:
-        plan = read_plan_file(written("plan.json", plan_raw))
+        plan = read_plan(written("plan.json", plan_raw))
         if topology_mismatch(observation, plan) is None:
             comparisons = compare(observation, plan)
     observed = Observed(

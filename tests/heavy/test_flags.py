@@ -52,7 +52,7 @@ def parsed(parser: FlexibleArgumentParser, serve: ServePlan) -> argparse.Namespa
 def test_every_flag_arrives_where_it_belongs(parser: FlexibleArgumentParser) -> None:
     serve = replace(
         PLAN, topology=Topology(tp=8, ep=8, pp=2, dcp=4), kv_dtype="fp8", kv_bytes=20 << 30, fraction=Fraction("0.9417"),
-        page_tokens=64, quantization="compressed-tensors", largest_capture=64,
+        page_tokens=64, quantization="compressed-tensors",
         draft=DraftPlan(method="eagle3", tokens=3, model="org/it's a draft", kv_dtype="bf16"),
     )  # fmt: skip
     engine = engine_args(parser, serve)
@@ -60,16 +60,16 @@ def test_every_flag_arrives_where_it_belongs(parser: FlexibleArgumentParser) -> 
         "tensor_parallel_size": 8, "pipeline_parallel_size": 2, "enable_expert_parallel": True,
         "decode_context_parallel_size": 4, "max_model_len": 131_072, "max_num_seqs": 4, "max_num_batched_tokens": 3072,
         "kv_cache_dtype": "fp8", "gpu_memory_utilization": 0.9417, "kv_cache_memory_bytes": 20 << 30, "block_size": 64,
-        "quantization": "compressed-tensors", "max_cudagraph_capture_size": 64, "enforce_eager": False,
+        "quantization": "compressed-tensors", "enforce_eager": False,
         "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3, "model": "org/it's a draft",
                                "kv_cache_dtype": "bfloat16"},
     }  # fmt: skip
     assert {name: getattr(engine, name) for name in meant} == meant
 
 
-def test_blocks_and_eager_arrive(parser: FlexibleArgumentParser) -> None:
-    engine = engine_args(parser, replace(PLAN, kv_blocks=1000, eager=True))
-    assert (engine.num_gpu_blocks_override, engine.enforce_eager) == (1000, True)
+def test_eager_arrives(parser: FlexibleArgumentParser) -> None:
+    engine = engine_args(parser, replace(PLAN, eager=True))
+    assert engine.enforce_eager
     assert engine.gpu_memory_utilization == 0.92
 
 

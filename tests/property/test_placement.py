@@ -18,8 +18,9 @@ from tonnage.cuts import Ranges, Uncuttable, cut_axis, deal_axis
 from tonnage.engines import ENGINES
 from tonnage.formats.quantized import exl3
 from tonnage.placement import Placed, can_place, place
-from tonnage.recipes.blueprint import Run, draw_blueprint, stored_tensors
+from tonnage.recipes.blueprint import draw_blueprint
 from tonnage.recipes.loader import families, family_of, load_recipe
+from tonnage.recipes.modules import Run, stored_tensors
 from tonnage.topology import Topology
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"

@@ -26,7 +26,7 @@ from tonnage.formats.quantized import EXL3_GRAIN
 
 if TYPE_CHECKING:
     from tonnage.assignment import Assigned, Assignment
-    from tonnage.recipes.blueprint import Run, Stored
+    from tonnage.recipes.modules import Run, Stored
     from tonnage.recipes.schema import Rule
     from tonnage.topology import Topology
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from tonnage.assignment import Assigned, Assignment
     from tonnage.errors import Problem
-    from tonnage.recipes.blueprint import Stored
+    from tonnage.recipes.modules import Stored
     from tonnage.topology import Topology
 
 How = Literal["split", "replicated", "whole experts", "one rank", "absent"]

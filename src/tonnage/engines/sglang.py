@@ -31,7 +31,7 @@ from tonnage.recipes.blueprint import stored_tensors
 
 if TYPE_CHECKING:
     from tonnage.assignment import Assigned, Assignment
-    from tonnage.recipes.blueprint import Stored
+    from tonnage.recipes.modules import Stored
     from tonnage.topology import Topology
 
 VOCAB_MULTIPLE = 64

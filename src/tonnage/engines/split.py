@@ -15,7 +15,7 @@ from tonnage.engines.model import EngineModel, Extra, Local
 
 if TYPE_CHECKING:
     from tonnage.assignment import Assigned, Assignment
-    from tonnage.recipes.blueprint import Stored
+    from tonnage.recipes.modules import Stored
     from tonnage.topology import Topology
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tonnage.assignment import Assigned, Assignment
-    from tonnage.recipes.blueprint import Stored
+    from tonnage.recipes.modules import Stored
     from tonnage.recipes.schema import FusedRule
     from tonnage.topology import Topology
 

@@ -16,7 +16,7 @@ from tonnage.export.comparison import Compared
 from tonnage.export.manifest import Manifest, PackageError, Parallel
 from tonnage.export.planned import Prepared, check_plan
 from tonnage.prepare.documents import PLAN, PROVENANCE
-from tonnage.saved_plan import SavedPlan, read_plan
+from tonnage.saved_plan import SavedPlan, read_plan_document
 
 
 class _Source(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ def read_package_plan(raw: bytes) -> SavedPlan:
     Raises:
         PackageError: It is none.
     """
-    return read_plan(parse_object(raw, where=PLAN, kind=PackageError), where=PLAN, kind=PackageError)
+    return read_plan_document(parse_object(raw, where=PLAN, kind=PackageError), where=PLAN, kind=PackageError)
 
 
 def document_problems(plan: SavedPlan, provenance: Provenance, manifest: Manifest) -> Iterator[Problem]:

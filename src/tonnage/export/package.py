@@ -31,7 +31,7 @@ from tonnage.export.provenance import canonical, provenance, read_origin
 from tonnage.export.statement import Signed
 from tonnage.prepare.documents import MANIFEST, PACKAGE_DOCUMENTS, PLAN, PROVENANCE, SIGNATURE, SUMMARY
 from tonnage.prepare.layout import rank_directory
-from tonnage.saved_plan import SavedPlan, SavedProfile, read_plan
+from tonnage.saved_plan import SavedPlan, SavedProfile, read_plan_document
 from tonnage.sources.model import SUFFIX
 from tonnage.topology import Topology
 
@@ -176,9 +176,9 @@ def keep_package(documents: Mapping[str, bytes], options: Options) -> Package:
     if options.given:
         before = parse_object(documents[PLAN], where=PLAN, kind=PackageError)
         document = before if options.plan is None else options.plan
-        read_plan(document, where=PLAN, kind=PackageError)
+        read_plan_document(document, where=PLAN, kind=PackageError)
         document = with_profile(document, options.profile)
-        plan = read_plan(document, where=PLAN, kind=PackageError)
+        plan = read_plan_document(document, where=PLAN, kind=PackageError)
         today = date_in(manifest.name) or options.today
         name = _name(plan, manifest.topology, options, today)
         if name != manifest.name:
@@ -225,7 +225,7 @@ def _plan(
     if summary.plan is None:
         what = "no plan on record; prepare again with this version"
         raise PackageError(Problem(where=SUMMARY, what=what, expected="plan"))
-    recorded = read_plan(summary.plan, where=f"plan in {SUMMARY}", kind=PackageError)
+    recorded = read_plan_document(summary.plan, where=f"plan in {SUMMARY}", kind=PackageError)
     where = "--plan" if options.plan is not None else f"plan in {SUMMARY}"
     document = summary.plan if options.plan is None else options.plan
     payload_bytes = dict.fromkeys(summary.identity.ranks, 0)
@@ -239,9 +239,9 @@ def _plan(
         converted=bool(summary.converted),
         payload_bytes=payload_bytes,
     )
-    check_plan(read_plan(document, where=where, kind=PackageError), prepared, recorded, where=where)
+    check_plan(read_plan_document(document, where=where, kind=PackageError), prepared, recorded, where=where)
     document = with_profile(document, options.profile)
-    return read_plan(document, where=where, kind=PackageError), document
+    return read_plan_document(document, where=where, kind=PackageError), document
 
 
 def _name(plan: SavedPlan, topology: Parallel, options: Options, today: str) -> str:

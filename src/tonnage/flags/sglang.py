@@ -71,7 +71,8 @@ def sglang_command(serve: ServePlan) -> ServeCommand:
         words += ["--page-size", str(serve.page_tokens)]
     if serve.quantization is not None:
         words += ["--quantization", serve.quantization]
-    words += _graph_words(serve, version)
+    if serve.eager:
+        words += _eager_words(version)
     if serve.draft is not None:
         words += _draft_words(serve.draft)
     return ServeCommand(words=tuple(words))
@@ -79,13 +80,13 @@ def sglang_command(serve: ServePlan) -> ServeCommand:
 
 def _problems(serve: ServePlan, version: Version) -> Iterator[Problem]:
     yield from common_problems(serve)
-    yield from unused(serve, "SGLang", "kv_bytes", "kv_blocks", "reserve_mib")
+    yield from unused(serve, "SGLang", "kv_bytes")
     yield from kv_dtype_problems(serve, sglang_kv_dtype)
     if serve.fraction == 1:
         yield Problem(where="memory fraction", what="leaves nothing beside the pool", expected="below 1", found="1")
     if serve.quantization is not None and serve.quantization not in QUANTIZATIONS:
         yield choice_problem("quantization", serve.quantization, QUANTIZATIONS)
-    if OLD_GRAPH_WORDS < version[:3] < PHASES and (serve.eager or serve.largest_capture is not None):
+    if OLD_GRAPH_WORDS < version[:3] < PHASES and serve.eager:
         yield Problem(
             where="CUDA graphs", what="flags of this SGLang release are not known",
             expected="0.5.10 or earlier, 0.5.14 or later", found=".".join(map(str, version)),
@@ -107,14 +108,10 @@ def _topology_words(serve: ServePlan) -> list[str]:
     return words
 
 
-def _graph_words(serve: ServePlan, version: Version) -> list[str]:
+def _eager_words(version: Version) -> list[str]:
     if version[:3] < PHASES:
-        if serve.eager:
-            return ["--disable-cuda-graph"]
-        return [] if serve.largest_capture is None else ["--cuda-graph-max-bs", str(serve.largest_capture)]
-    if serve.eager:
-        return ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
-    return [] if serve.largest_capture is None else ["--cuda-graph-max-bs-decode", str(serve.largest_capture)]
+        return ["--disable-cuda-graph"]
+    return ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
 
 
 def _draft_words(draft: DraftPlan) -> list[str]:

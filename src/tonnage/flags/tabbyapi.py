@@ -43,17 +43,7 @@ def tabbyapi_command(serve: ServePlan) -> ServeCommand:
 
 def _problems(serve: ServePlan) -> Iterator[Problem]:
     yield from common_problems(serve)
-    unknown = (
-        "release",
-        "kv_bytes",
-        "kv_blocks",
-        "fraction",
-        "state_slots",
-        "quantization",
-        "eager",
-        "largest_capture",
-    )
-    yield from unused(serve, "TabbyAPI", *unknown)
+    yield from unused(serve, "TabbyAPI", "release", "kv_bytes", "fraction", "state_slots", "quantization", "eager")
     yield from _model_problems(serve)
     topology = serve.topology
     if topology.ep > 1 or topology.dcp > 1 or (topology.tp > 1 and topology.pp > 1):
@@ -71,8 +61,6 @@ def _problems(serve: ServePlan) -> Iterator[Problem]:
     if serve.page_tokens not in (None, PAGE_TOKENS):
         yield Problem(where="page tokens", what="fixed", expected="256", found=str(serve.page_tokens))
     yield from kv_dtype_problems(serve, cache_bits)
-    if len(serve.reserve_mib) > topology.world_size or any(mib < 0 for mib in serve.reserve_mib):
-        yield Problem(where="reserve mib", what="not one number per GPU", found=str(serve.reserve_mib))
 
 
 def _model_problems(serve: ServePlan) -> Iterator[Problem]:
@@ -116,8 +104,6 @@ def _model_keys(serve: ServePlan) -> dict[str, object]:
         keys["tensor_parallel"] = True
     elif serve.topology.pp > 1:
         keys["gpu_split_auto"] = True
-    if serve.reserve_mib:
-        keys["autosplit_reserve"] = list(serve.reserve_mib)
     return keys
 
 

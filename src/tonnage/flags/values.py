@@ -57,7 +57,6 @@ class ServePlan:
         prefill_chunk_tokens: Tokens of one prefill step.
         kv_dtype: A precision out of ``--kv-dtype``, or the engine's own word.
         kv_bytes: Cache in bytes: vLLM.
-        kv_blocks: Cache in blocks: vLLM.
         kv_tokens: Cache in tokens: SGLang, TabbyAPI.
         fraction: Share of the GPU's total (vLLM) or of what is free before weights (SGLang).
         total_bytes: Total of the GPU, for the rules of the fraction.
@@ -69,8 +68,6 @@ class ServePlan:
         public_key: Who must have signed it; the plug-in verifies every rank. vLLM.
         quantization: What the engine is told, where its config does not say it.
         eager: No CUDA graphs.
-        largest_capture: Largest batch with a graph.
-        reserve_mib: Kept free on every GPU: TabbyAPI.
     """
 
     engine: Engine
@@ -82,7 +79,6 @@ class ServePlan:
     prefill_chunk_tokens: int
     kv_dtype: str = "auto"
     kv_bytes: int | None = None
-    kv_blocks: int | None = None
     kv_tokens: int | None = None
     fraction: Fraction | None = None
     total_bytes: int | None = None
@@ -94,8 +90,6 @@ class ServePlan:
     public_key: str | None = None
     quantization: str | None = None
     eager: bool = False
-    largest_capture: int | None = None
-    reserve_mib: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +143,8 @@ def common_problems(serve: ServePlan) -> Iterator[Problem]:
     yield from _name_problems("model", serve.model)
     counts = {
         "context": serve.context_tokens, "concurrency": serve.concurrency, "prefill chunk": serve.prefill_chunk_tokens,
-        "cache bytes": serve.kv_bytes, "cache blocks": serve.kv_blocks, "cache tokens": serve.kv_tokens,
-        "page tokens": serve.page_tokens, "largest capture": serve.largest_capture, "GPU total": serve.total_bytes,
+        "cache bytes": serve.kv_bytes, "cache tokens": serve.kv_tokens,
+        "page tokens": serve.page_tokens, "GPU total": serve.total_bytes,
         "free memory": serve.free_bytes,
     }  # fmt: skip
     for name, count in counts.items():
@@ -175,7 +169,7 @@ def common_problems(serve: ServePlan) -> Iterator[Problem]:
 def unused(serve: ServePlan, engine: str, *names: str) -> Iterator[Problem]:
     """Yield what is stated although the engine has no flag for it."""
     for name in names:
-        if getattr(serve, name) not in (None, False, ()):
+        if getattr(serve, name) not in (None, False):
             yield Problem(where=name.replace("_", " "), what=f"{engine} has no flag for it")
 
 

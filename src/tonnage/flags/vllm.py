@@ -68,8 +68,6 @@ def vllm_command(serve: ServePlan) -> ServeCommand:
         words += ["--quantization", serve.quantization]
     if serve.eager:
         words.append("--enforce-eager")
-    elif serve.largest_capture is not None:
-        words += ["--max-cudagraph-capture-size", str(serve.largest_capture)]
     if serve.draft is not None:
         words += ["--speculative-config", _draft_text(serve.draft)]
     return ServeCommand(words=tuple(words), notes=tuple(notes))
@@ -77,7 +75,7 @@ def vllm_command(serve: ServePlan) -> ServeCommand:
 
 def _problems(serve: ServePlan) -> Iterator[Problem]:
     yield from common_problems(serve)
-    yield from unused(serve, "vLLM", "kv_tokens", "state_slots", "reserve_mib")
+    yield from unused(serve, "vLLM", "kv_tokens", "state_slots")
     yield from kv_dtype_problems(serve, _kv_dtype)
     if serve.prefill_chunk_tokens < serve.concurrency:
         yield Problem(
@@ -87,8 +85,6 @@ def _problems(serve: ServePlan) -> Iterator[Problem]:
     memory = _memory(serve)
     if memory is not None and not highest_utilization(*memory):
         yield Problem(where="free memory", what="less than a ten-thousandth of the GPU", found=str(serve.free_bytes))
-    if serve.kv_bytes is not None and serve.kv_blocks is not None:
-        yield Problem(where="cache", what="given in bytes and in blocks", expected="one of them")
     if serve.quantization is not None and serve.quantization not in QUANTIZATIONS:
         yield choice_problem("quantization", serve.quantization, QUANTIZATIONS)
     if serve.draft is not None and serve.draft.method not in METHODS:
@@ -130,8 +126,6 @@ def _memory_words(serve: ServePlan, notes: list[str]) -> list[str]:
     words += ["--gpu-memory-utilization", utilization_text(utilization)]
     if serve.kv_bytes is not None:
         words += ["--kv-cache-memory-bytes", str(serve.kv_bytes)]
-    if serve.kv_blocks is not None:
-        words += ["--num-gpu-blocks-override", str(serve.kv_blocks)]
     return words
 
 

@@ -15,7 +15,8 @@ from tonnage.formats.dtypes import payload_bytes
 from tonnage.formats.exl3_v1_names import DIALECTS
 from tonnage.matching import is_within, spelled_names, stored_names
 from tonnage.measure.record import ClassSum
-from tonnage.recipes.blueprint import Blueprint, Module, masked
+from tonnage.recipes.blueprint import Blueprint
+from tonnage.recipes.modules import Module, masked
 from tonnage.recipes.schema import ROLES
 
 UNKNOWN = "unknown"

@@ -21,7 +21,7 @@ from tonnage.observe.compare import Comparison, compare
 from tonnage.observe.likeness import mismatches, names_differ, other_service
 from tonnage.observe.reader import MARKERS, LogReader, Observation
 from tonnage.observe.scan import LONGEST_LINE, lines_with
-from tonnage.saved_plan import PLAN_LIMIT_BYTES, SavedPlan, read_plan
+from tonnage.saved_plan import PLAN_LIMIT_BYTES, SavedPlan, read_plan_document
 
 _BLOCK_BYTES = 1 << 20
 _UTF16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
@@ -73,7 +73,7 @@ def observe_log(path: str, plan_path: Path | None = None, *, gpu: str | None = N
     Raises:
         ObservationError: One of them cannot be used, or the log is of something else than the plan.
     """
-    return _of_the_same(hold_against(path, None if plan_path is None else read_plan_file(plan_path)), path, gpu)
+    return _of_the_same(hold_against(path, None if plan_path is None else read_plan(plan_path)), path, gpu)
 
 
 def hold_against(path: str, plan: SavedPlan | None) -> Observed:
@@ -207,7 +207,7 @@ def _first_end(data: bytes) -> int:
     return min(ends, default=-1)
 
 
-def read_plan_file(path: Path) -> SavedPlan:
+def read_plan(path: Path) -> SavedPlan:
     """Return a plan document.
 
     Raises:
@@ -223,7 +223,7 @@ def plan_of(document: Mapping[str, Any], *, where: str) -> SavedPlan:
     Raises:
         ObservationError: It is no plan.
     """
-    return read_plan(document, where=where, kind=ObservationError)
+    return read_plan_document(document, where=where, kind=ObservationError)
 
 
 @contextmanager

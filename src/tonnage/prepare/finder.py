@@ -14,7 +14,7 @@ from tonnage.errors import CheckpointError, PlacementError, Problem, raise_if_an
 from tonnage.matching import spelled_names
 from tonnage.placement import Placed, Placement
 from tonnage.prepare.takes import Part, TensorParts, tensor_parts
-from tonnage.recipes.blueprint import masked
+from tonnage.recipes.modules import masked
 
 _SKELETONS_KEPT = 4
 

@@ -16,7 +16,8 @@ from tonnage.checkpoint.quant import QuantScheme, parse_quantization
 from tonnage.errors import Problem, TonnageError, UnknownFormatError, raise_if_any
 from tonnage.formats.quantized import MX_BLOCK
 from tonnage.prepare.hf_names import holders, is_plain, regexes, tied_heads, wildcards
-from tonnage.recipes.blueprint import Module, blueprint_of
+from tonnage.recipes.blueprint import blueprint_of
+from tonnage.recipes.modules import Module
 
 QuantStyle = Literal["compressed-tensors", "modelopt", "mxfp8"]
 """Whose words a config states MXFP8 in; ``mxfp8`` is what SGLang calls it by itself."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from tonnage.assignment import Assigned, Assignment
-from tonnage.recipes.blueprint import Module, masked
+from tonnage.recipes.modules import Module, masked
 
 _LAYERS_PER_ENTRY = 64
 """Layers written into one pattern: patterns have a length limit."""

@@ -15,7 +15,7 @@ from tonnage.cuts import Ranges
 from tonnage.errors import PlacementError, Problem
 from tonnage.formats.dtypes import payload_bytes
 from tonnage.placement import Placed
-from tonnage.recipes.blueprint import Stored
+from tonnage.recipes.modules import Stored
 from tonnage.shares import Piece, Share
 
 NOT_THE_SLICE = "the engine does not hold the slice"

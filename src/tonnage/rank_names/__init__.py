@@ -1,1 +1,1 @@
-"""EXL3 experts of all ranks in one checkpoint, under names that say whose they are."""
+"""Prepared ranks under the names of other loaders: rank-sliced EXL3 experts, and vLLM's ``sharded_state``."""

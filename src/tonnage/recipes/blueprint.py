@@ -1,26 +1,22 @@
 """Recipe and config to modules with numbers: what the checkpoint must hold, before one header is read.
 
-A :class:`Module` is one rule on the layers where its numbers are equal. Its stored tensors follow from its storage
-format (:func:`stored_tensors`); a config alone gives the format the config states, headers give the real one
-(:mod:`tonnage.assignment`).
+What a module is stands in :mod:`tonnage.recipes.modules`.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 from tonnage.checkpoint.config_checks import field_problems
-from tonnage.checkpoint.name_tests import Kind
 from tonnage.checkpoint.quant import PLAIN, QuantScheme, parse_quantization
 from tonnage.errors import ConfigError, Problem, RecipeError, TonnageError, raise_if_any
-from tonnage.formats.dtypes import payload_bytes
-from tonnage.formats.storage import MODEL_DTYPE, Dim, Part, StorageFormat, stored_shape
+from tonnage.formats.storage import StorageFormat
 from tonnage.recipes.caches import layer_caches, stated_kv_dtype
 from tonnage.recipes.drafts import draft_family
 from tonnage.recipes.loader import families, family_of, load_recipe
+from tonnage.recipes.modules import INDEX, Axis, Module, Run, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,129 +31,10 @@ MOST_ELEMENTS = 1 << 48
 """No layer count, expert count or tensor beyond these is believed: a config is a stranger's."""
 MOST_STEPS = 1 << 20
 """Steps of name matching per recipe line, layers times what one name costs (:attr:`QuantScheme.steps`)."""
-_INDEX = re.compile(r"\{([a-z_]+)\}")
-_SPELLED = re.compile(r"\.[0-9]+(?:\.|$)", re.ASCII)
-_HEAD = "head"
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Part of an axis: ``size`` elements in ``units`` indivisible units."""
-
-    size: int
-    units: int
-
-
-Axis = tuple[Run, ...]
 Facts = tuple[Axis, Axis, tuple[Axis, ...], int, bool, bool]
 """Output axis, input axis, axes of a single tensor, stack, bias, optional."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Module:
-    """One rule with its numbers, on the layers where they are equal.
-
-    Attributes:
-        rule: The recipe line.
-        section: The recipe file and its engine exceptions.
-        first: Values of the pattern's first index (layers, blocks); empty without one.
-        rest: Extents of the further indices (experts), as ranges.
-        out: Output axis; empty for a single tensor.
-        in_: Input axis.
-        shape: Axes of a single tensor.
-        stack: Experts in one tensor; 0 if not stacked.
-        bias: Whether ``NAME.bias`` exists.
-        optional: A checkpoint without it is complete too.
-        fmt: Storage format the config states.
-        method: ``quant_method`` of the config; engines treat some formats differently by it.
-        model_dtype: Dtype the config states for unquantised tensors.
-        names: What its expressions were evaluated with, for those of the engines.
-    """
-
-    rule: Rule
-    section: Section
-    first: tuple[int, ...]
-    rest: tuple[range, ...]
-    out: tuple[Run, ...]
-    in_: tuple[Run, ...]
-    shape: tuple[tuple[Run, ...], ...]
-    stack: int
-    bias: bool
-    optional: bool
-    fmt: StorageFormat
-    method: str = "none"
-    model_dtype: str = "BF16"
-    names: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def layered(self) -> bool:
-        """Whether the first index is the decoder layer."""
-        return "{layer}" in self.rule.pattern
-
-    @property
-    def experts(self) -> int:
-        """Routed experts of one layer that have tensors of their own; 1 for everything else."""
-        names = _INDEX.findall(self.rule.pattern)
-        return len(self.rest[names.index("expert") - 1]) if "expert" in names else 1
-
-    @property
-    def copies(self) -> int:
-        """Instances for one value of the first index."""
-        return prod(len(r) for r in self.rest)
-
-    @property
-    def out_size(self) -> int:
-        """Logical outputs of a linear weight."""
-        return sum(run.size for run in self.out)
-
-    @property
-    def in_size(self) -> int:
-        """Logical inputs of a linear weight."""
-        return sum(run.size for run in self.in_)
-
-    @property
-    def kind(self) -> Kind:
-        """What quantisation rules see in it."""
-        if self.rule.is_routed:
-            return "expert"
-        return "head" if self.rule.role == _HEAD else "linear"
-
-    def name(self, *indices: int) -> str:
-        """Return one instance's name."""
-        values = iter(indices)
-        return _INDEX.sub(lambda _: str(next(values)), self.rule.pattern)
-
-    def instances(self) -> Iterator[tuple[int, ...]]:
-        """Yield the index values of every instance."""
-        firsts: tuple[tuple[int, ...], ...] = tuple((i,) for i in self.first) if self.first else ((),)
-        rest: list[tuple[int, ...]] = [()]
-        for extent in self.rest:
-            rest = [(*head, i) for head in rest for i in extent]
-        for first in firsts:
-            for tail in rest:
-                yield (*first, *tail)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """One stored tensor of a module: how it is called, its dtype and shape, and which logical axes its axes walk.
-
-    Attributes:
-        suffix: What follows the module's name.
-        dtype: As safetensors spells it.
-        shape: Stored shape.
-        dims: For every stored axis the logical axis it walks and what one index covers.
-    """
-
-    suffix: str
-    dtype: str
-    shape: tuple[int, ...]
-    dims: tuple[Dim, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Exact payload bytes."""
-        return payload_bytes(self.dtype, self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,69 +127,6 @@ def _object_at(config: ModelConfig, scope: tuple[str, ...]) -> Mapping[str, obje
     return here if isinstance(here, dict) else {}
 
 
-def stored_tensors(module: Module, fmt: StorageFormat, model_dtype: str) -> tuple[Stored, ...]:
-    """Return the tensors one instance of a module is stored in.
-
-    Raises:
-        UnknownFormatError: An extent does not suit the format.
-    """
-    rule = module.rule
-    if not rule.is_linear:
-        return (_single(module, model_dtype),)
-    where = rule.pattern
-    out, in_ = (-(-size // fmt.pads_to) * fmt.pads_to for size in (module.out_size, module.in_size))
-    stack, experts = ((Dim("stack"),), (module.stack,)) if module.stack else ((), ())
-    tensors = []
-    for part in fmt.parts:
-        dims = part.dims
-        suffix = part.suffix
-        if fmt.is_plain:
-            dims = dims[::-1] if rule.transposed else dims
-            suffix = "" if rule.bare else suffix
-        shape = stored_shape(Part(suffix, part.dtype, dims), out, in_, where=where)
-        dtype = rule.dtype if fmt.is_plain else part.dtype
-        tensors.append(
-            Stored(
-                suffix=suffix,
-                dtype=model_dtype if dtype == MODEL_DTYPE else dtype,
-                shape=(*experts, *shape),
-                dims=(*stack, *dims),
-            )
-        )
-    if module.bias:
-        dtype = model_dtype if fmt.bias_dtype == MODEL_DTYPE else fmt.bias_dtype
-        suffix = "_bias" if rule.bare else ".bias"
-        tensors.append(Stored(suffix=suffix, dtype=dtype, shape=(*experts, out), dims=(*stack, Dim("out"))))
-    return tuple(tensors)
-
-
-def masked(pattern: str) -> str:
-    """Return a pattern with ``#`` for every index, as :class:`tonnage.checkpoint.tally.Masker` writes names."""
-    return _INDEX.sub("#", pattern)
-
-
-def spells_number(pattern: str) -> bool:
-    """Whether the names of a pattern hold a number that is no index."""
-    return _SPELLED.search(pattern) is not None
-
-
-def _single(module: Module, model_dtype: str) -> Stored:
-    """A single tensor: its split axis is called ``out`` (first) or ``in`` (last)."""
-    rule = module.rule
-    axis: Mapping[int, Dim] = {}
-    if rule.split in ("column", "vocab"):
-        axis = {0: Dim("out")}
-    elif rule.split == "row":
-        axis = {len(module.shape) - 1: Dim("in")}
-    sizes = tuple(sum(run.size for run in runs) for runs in module.shape)
-    return Stored(
-        suffix="",
-        dtype=model_dtype if rule.dtype == MODEL_DTYPE else rule.dtype,
-        shape=sizes,
-        dims=tuple(axis.get(i, Dim("none", size)) for i, size in enumerate(sizes)),
-    )
-
-
 # --- numbers -------------------------------------------------------------------------------------------------------
 
 
@@ -339,7 +153,7 @@ def _section_modules(
 
 def _rule_modules(rule: Rule, section: Section, numbers: _Numbers, scheme: QuantScheme) -> Iterator[Module]:
     """Yield one module for every run of layers with equal numbers and equal format."""
-    index_names = _INDEX.findall(rule.pattern)
+    index_names = INDEX.findall(rule.pattern)
     firsts = numbers.extent(index_names[0]) if index_names else (None,)
     rest = tuple(numbers.extent(name) for name in index_names[1:])
     if rule.is_linear and rule.quantizes and len(firsts) * scheme.steps > MOST_STEPS:
@@ -388,9 +202,8 @@ def _stated_format(rule: Rule, scheme: QuantScheme, first: int | None, n_indices
     if not rule.is_linear or not rule.quantizes:
         return PLAIN
     values = iter((first or 0, *([0] * n_indices)))
-    name = _INDEX.sub(lambda _: str(next(values)), rule.pattern)
-    kind: Kind = "expert" if rule.is_routed else "head" if rule.role == _HEAD else "linear"
-    return scheme.format_of(name, kind)
+    name = INDEX.sub(lambda _: str(next(values)), rule.pattern)
+    return scheme.format_of(name, kind_of(rule))
 
 
 def _check_elements(rule: Rule, axes: tuple[tuple[Run, ...], ...], stack: int) -> None:

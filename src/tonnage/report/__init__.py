@@ -1,1 +1,1 @@
-"""Plans and inspections as tables for people and as versioned JSON for programs."""
+"""What was planned, found and measured: tables and pages for people, versioned JSON for programs."""

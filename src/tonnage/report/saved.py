@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tonnage.errors import ObservationError, Problem, one_line, raise_if_any
-from tonnage.saved_plan import SavedPlan, read_plan
+from tonnage.saved_plan import SavedPlan, read_plan_document
 
 
 def read_saved(document: Mapping[str, Any], *, where: str = "plan") -> SavedPlan:
@@ -24,7 +24,7 @@ def read_saved(document: Mapping[str, Any], *, where: str = "plan") -> SavedPlan
     Raises:
         ObservationError: It is none, or its figures contradict each other; with all problems of the latter.
     """
-    plan = read_plan(document, where=where, kind=ObservationError)
+    plan = read_plan_document(document, where=where, kind=ObservationError)
     raise_if_any(ObservationError, _contradictions(plan, where))
     return msgspec.convert(_printable(msgspec.to_builtins(plan)), SavedPlan)
 

@@ -22,7 +22,7 @@ from tonnage.prepare.output_dir import is_package
 from tonnage.prepare.reader import TensorView, layer_files, open_rank
 from tonnage.prepare.summary import SUMMARY_LIMIT_BYTES, read_summary
 from tonnage.recipes.blueprint import blueprint_of
-from tonnage.saved_plan import SavedPlan, SavedProfile, read_plan
+from tonnage.saved_plan import SavedPlan, SavedProfile, read_plan_document
 from tonnage.serve.parts import whole_tensors
 from tonnage.topology import Topology
 
@@ -184,7 +184,7 @@ def _prepared(directory: Path) -> Served:
         engine=identity.engine,
         digest=identity.checkpoint,
         ranks=identity.ranks,
-        recorded=None if summary.plan is None else read_plan(summary.plan, where=SUMMARY, kind=PackageError),
+        recorded=None if summary.plan is None else read_plan_document(summary.plan, where=SUMMARY, kind=PackageError),
     )
     return _served(directory, record)
 

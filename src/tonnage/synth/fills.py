@@ -14,7 +14,7 @@ from tonnage.formats.exl3_v1_names import EXL3_V1
 if TYPE_CHECKING:
     from tonnage.assignment import Assigned
     from tonnage.formats.exl3_v1 import LayerTensor
-    from tonnage.recipes.blueprint import Stored
+    from tonnage.recipes.modules import Stored
 
 FillKind = Literal[
     "normal", "near_one", "positive", "signed", "bytes", "e4m3", "e4m3_positive", "e5m2", "e8m0", "below_8", "indices",

@@ -22,7 +22,7 @@ import msgspec
 from tonnage.formats.dtypes import DTYPE_BITS
 from tonnage.formats.exl3_v1 import SlotGeometry, layer_metadata, layer_tensors, uniform_row_bytes
 from tonnage.formats.exl3_v1_names import EXL3_V1
-from tonnage.recipes.blueprint import masked
+from tonnage.recipes.modules import masked
 from tonnage.synth.fills import Fill, fill_of, layer_fill
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from tonnage.formats.exl3_v1 import SlotGeometry
 from tonnage.formats.exl3_v1_names import EXL3_V1
 from tonnage.formats.quantized import exl3, mxfp8
 from tonnage.formats.storage import plain
-from tonnage.recipes.blueprint import Blueprint, Module, blueprint_of, stored_tensors
+from tonnage.recipes.blueprint import Blueprint, blueprint_of
+from tonnage.recipes.modules import Module, stored_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
