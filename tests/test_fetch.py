@@ -10,7 +10,9 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,9 +20,10 @@ from typer.testing import CliRunner
 
 from packages import make_package
 from samples import COMMAND, LLAMA, file_contents, flip_last, write_key
-from servers import Seen, hub_here, web
+from servers import Seen, hub_here, reply, web
+from tonnage.api import open_checkpoint
 from tonnage.cli import VERIFICATION_FAILED, app
-from tonnage.errors import TonnageError
+from tonnage.errors import SourceError, TonnageError
 from tonnage.export.fetch import Fetched, fetch_package
 from tonnage.export.manifest import PackageError
 from tonnage.export.remote import RemotePackage
@@ -28,6 +31,7 @@ from tonnage.export.signature import PublicKey
 from tonnage.export.verify import VerifyError, VerifyRequest, verify_package
 from tonnage.prepare.io import PrepareError
 from tonnage.sources.addresses import open_source
+from tonnage.sources.model import Source
 
 WEIGHTS = "weights/tp2/rank-{}/model-00001-of-00001.safetensors"
 
@@ -50,7 +54,12 @@ def package(original: Path, tmp_path: Path) -> Path:
 
 def fetch(url: str, out: Path, keys: tuple[Path, Path], *ranks: int) -> Fetched:
     request = VerifyRequest(ranks=ranks or None)
-    return fetch_package(RemotePackage(open_source(url)), out, PublicKey(path=keys[1]), request)
+    return fetch_package(RemotePackage(package_source(url)), out, PublicKey(path=keys[1]), request)
+
+
+def package_source(address: str) -> Source:
+    """Open an address as the commands do."""
+    return open_source(address, whole=False, in_one=True)
 
 
 @contextmanager
@@ -65,7 +74,28 @@ def web_address(directory: Path, _monkeypatch: pytest.MonkeyPatch) -> Iterator[s
         yield server.url
 
 
-PLACES: dict[str, Callable[..., Any]] = {"web": web_address, "hub": hub_address}
+@contextmanager
+def plain_address(directory: Path, _monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What ``python -m http.server`` serves: without ranges."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(directory))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{http.server_address[1]}"
+        finally:
+            http.shutdown()
+            thread.join()
+
+
+PLACES: dict[str, Callable[..., Any]] = {"web": web_address, "hub": hub_address, "plain": plain_address}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -73,8 +103,12 @@ def test_a_package_elsewhere_is_verified_where_it_is_and_comes_here_as_it_is(
     original: Path, tmp_path: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     with PLACES[place](original, monkeypatch) as address:
-        found = verify_package(RemotePackage(open_source(address)), PublicKey(path=keys[1]))
+        found = verify_package(RemotePackage(package_source(address)), PublicKey(path=keys[1]))
+        quick = verify_package(
+            RemotePackage(package_source(address)), PublicKey(path=keys[1]), VerifyRequest(fast=True)
+        )
         fetched = fetch(address, tmp_path / "here", keys)
+    assert quick.problems == ()
     assert found.problems == ()
     assert found.unchecked == ("what else there is at this address",)
     local = verify_package(original, PublicKey(path=keys[1]))
@@ -241,3 +275,104 @@ def test_the_commands_say_what_they_did(original: Path, tmp_path: Path, keys: tu
     flip_last(tmp_path / "here" / WEIGHTS.format(0))
     assert subprocess.run([*COMMAND, "verify", str(tmp_path / "here"), "--key", str(keys[1]), "--rank", "0"],
                           capture_output=True, check=False).returncode == VERIFICATION_FAILED  # fmt: skip
+
+
+# --- a server without ranges --------------------------------------------------------------------------------------------
+
+LARGE = WEIGHTS.format(0)
+
+
+def whole_answers(
+    directory: Path, nth: Callable[[Any, Seen, bytes], bool] = lambda *_: False
+) -> Callable[[Any, Seen], bool]:
+    """Answer everything with the whole file; of the second time that the weights of a rank are asked for, as told."""
+    asked: list[str] = []
+
+    def trick(handler: Any, seen: Seen) -> bool:
+        path = directory / seen.path.lstrip("/")
+        if not path.is_file():
+            return False
+        asked.append(seen.path)
+        body = path.read_bytes()
+        if seen.path.endswith(LARGE) and asked.count(seen.path) > 1 and nth(handler, seen, body):
+            return True
+        reply(handler, seen, 200, body, ETag='"1"')
+        return True
+
+    return trick
+
+
+def shorter(handler: Any, _seen: Seen, body: bytes) -> bool:
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.send_header("ETag", '"1"')
+    handler.end_headers()
+    handler.wfile.write(body[: len(body) // 2])
+    handler.close_connection = True
+    return True
+
+
+def in_chunks(handler: Any, _seen: Seen, _body: bytes) -> bool:
+    handler.send_response(200)
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.send_header("ETag", '"1"')
+    handler.end_headers()
+    handler.close_connection = True
+    return True
+
+
+def answered(status: int = 200, tail: bytes = b"", **headers: str) -> Callable[[Any, Seen, bytes], bool]:
+    def answer(handler: Any, seen: Seen, body: bytes) -> bool:
+        reply(handler, seen, status, body + tail, **({"ETag": '"1"'} | headers))
+        return True
+
+    return answer
+
+
+LIES = {
+    "half of it": (shorter, "the answer broke off, and without ranges it cannot go on; expected a file; found the connection closed after"),
+    "another length": (answered(tail=b"x"), "the server ignores ranges"),
+    "another version": (answered(ETag='"2"'), 'changed since it was first read; expected etag "1"; found etag "2"'),
+    "no length": (in_chunks, "no stated length; expected"),
+    "encoded": (answered(Content_Encoding="gzip"), "encoded, which nobody asked for; expected identity; found gzip"),
+    "gone": (answered(404), "no longer there; expected the file that was found; found no such file"),
+    "moved": (answered(302, Location="/elsewhere"), "unexpected answer; expected the file; found status 302"),
+    "a part": (answered(206), "unexpected answer; expected the file; found status 206"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("lie", "said"), LIES.values(), ids=LIES)
+def test_a_server_without_ranges_is_believed_no_more_than_others(
+    original: Path, tmp_path: Path, keys: tuple[Path, Path], lie: Callable[[Any, Seen, bytes], bool], said: str
+) -> None:
+    with web(original) as server:
+        server.trick = whole_answers(original, lie)
+        with pytest.raises(SourceError) as refused:
+            fetch(server.url, tmp_path / "here", keys)
+    assert said in str(refused.value)
+    assert not (tmp_path / "here" / LARGE).exists()
+    assert not (tmp_path / "here" / "model.sig").exists()
+
+
+def test_without_ranges_a_file_comes_once_and_a_flipped_bit_is_found(
+    package: Path, original: Path, tmp_path: Path, keys: tuple[Path, Path]
+) -> None:
+    with web(original) as server:
+        server.trick = whole_answers(original)
+        fetch(server.url, tmp_path / "here", keys)
+        assert len(server.of(LARGE)) == 2  # looked at, and read
+    assert file_contents(tmp_path / "here") == file_contents(original)
+    flip_last(package / LARGE)
+    with web(package) as server:
+        server.trick = whole_answers(package)
+        with pytest.raises(VerifyError, match="not the signed one; nothing of it was kept"):
+            fetch(server.url, tmp_path / "other", keys)
+    assert not (tmp_path / "other" / LARGE).exists()
+
+
+def test_without_ranges_nothing_large_is_planned(original: Path) -> None:
+    source = original.with_name(f"{original.name}-checkpoint")
+    with plain_address(source, pytest.MonkeyPatch()) as address:
+        with pytest.raises(SourceError, match="the server ignores ranges; expected 206 with bytes 0-7"):
+            open_checkpoint(address)
+        assert open_checkpoint(f"{address}/config.json").digest == open_checkpoint(source / "config.json").digest

@@ -51,11 +51,14 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
 
 
-def test_it_says_that_it_is_starting_before_it_can_say_where():
-    done = subprocess.run([sys.executable, "-c", "from tonnage.cli import main; main()", "ui", "/nowhere"],
-                          capture_output=True, text=True, check=False)  # fmt: skip
-    first, second = done.stderr.splitlines()
-    assert (done.returncode, done.stdout, first) == (2, "", "starting; the address follows")
+def test_somebody_at_a_terminal_is_told_that_it_is_starting_before_it_can_say_where():
+    ours, theirs = os.openpty()
+    words = [sys.executable, "-c", "from tonnage.cli import main; main()", "ui", "/nowhere"]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=theirs, check=False)
+    os.close(theirs)
+    first, second, *_ = os.read(ours, 4096).decode().splitlines()
+    os.close(ours)
+    assert (done.returncode, done.stdout, first) == (2, b"", "starting; the address follows")
     assert "/nowhere: cannot be served" in second
 
 

@@ -77,7 +77,8 @@ class _InOrder(TyperGroup):
 app = typer.Typer(
     name="tonnage",
     cls=_InOrder,
-    help="To the byte, what every GPU will hold of a language model, before anything is downloaded or loaded.",
+    help="To the byte, what every GPU will hold of a language model, before anything is downloaded or loaded. "
+    "Refusals by message: docs/troubleshooting.md.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,

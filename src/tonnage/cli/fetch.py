@@ -73,7 +73,7 @@ def fetch(
     trust = trust_of(key, certificate_chain, identity, issuer, trust_config, where="fetch")
     request = VerifyRequest(ranks=chosen_ranks(rank, ranks), tp=tp)
     with interruptible(), system_errors(output):
-        package = RemotePackage(open_source(address))
+        package = RemotePackage(open_source(address, whole=False, in_one=True))
         with progress() as show:
             fetched = fetch_package(package, output, trust, request, later(show))
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +38,8 @@ def ui(
 
     Example: tonnage ui models --no-browser
     """
-    note("starting; the address follows")  # what serves takes seconds to import and to start
+    if sys.stderr.isatty():  # what serves takes seconds to import and to start
+        note("starting; the address follows")
     from tonnage.ui.checkpoints import check_directories
     from tonnage.ui.serve import address_of, is_loopback, listen, open_browser, run, served_hosts
     from tonnage.ui.settings import Settings

@@ -58,7 +58,7 @@ def verify(
 
     trust = trust_of(key, certificate_chain, identity, issuer, trust_config, where="verify")
     request = VerifyRequest(ranks=chosen_ranks(rank, ranks), tp=tp, fast=fast)
-    place = RemotePackage(open_source(directory)) if is_remote(directory) else Path(directory)
+    place = RemotePackage(open_source(directory, whole=False, in_one=True)) if is_remote(directory) else Path(directory)
     with progress() as show:
         found = verify_package(place, trust, request, later(show))
     if as_json:

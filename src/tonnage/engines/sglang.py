@@ -27,7 +27,7 @@ from tonnage.engines.vllm import copies
 from tonnage.engines.vllm import held_shape as vllm_held_shape
 from tonnage.errors import PlacementError, Problem
 from tonnage.formats.quantized import CHANNEL_FORMATS
-from tonnage.recipes.blueprint import stored_tensors
+from tonnage.recipes.modules import stored_tensors
 
 if TYPE_CHECKING:
     from tonnage.assignment import Assigned, Assignment

@@ -39,6 +39,7 @@ from tonnage.prepare.documents import MANIFEST, SIGNATURE
 from tonnage.prepare.io import NewFile, new_digest, own_tag, sync_directory, write_whole
 from tonnage.prepare.output_dir import check_foreign, make_parents, path_within, remove_partials
 from tonnage.prepare.survey import OutputSize
+from tonnage.sources.remote import gives_parts
 
 if TYPE_CHECKING:
     from tonnage.export.manifest import Manifest
@@ -246,7 +247,7 @@ class _Fetching:
         window = memoryview(bytearray(min(WINDOW_BYTES, target.nbytes)))
         with self._package.opened(target.path) as file:
             check_size(target, file.facts.nbytes)
-            with reading(file, [(0, target.nbytes)], remote=True) as reader:
+            with reading(file, [(0, target.nbytes)], remote=gives_parts(file)) as reader:
                 for begin in range(0, target.nbytes, WINDOW_BYTES):
                     piece = window[: target.nbytes - begin]
                     reader.read_into(piece, begin)

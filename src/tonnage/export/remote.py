@@ -20,6 +20,7 @@ from tonnage.prepare.io import new_digest
 from tonnage.sources.addresses import open_folder
 from tonnage.sources.model import read_file
 from tonnage.sources.parallel import in_order
+from tonnage.sources.remote import gives_parts
 
 if TYPE_CHECKING:
     from tonnage.prepare.ahead import Reader
@@ -104,7 +105,7 @@ class RemotePackage:
     def _hashed(self, file: SourceFile, target: Target, account: Account) -> tuple[bytes, tuple[str, ...]]:
         """Return what is to be kept of a file, and its digests."""
         digests = [new_digest(name) for name in target.hashes]
-        with reading(file, [(0, target.nbytes)], remote=True) as reader:
+        with reading(file, [(0, target.nbytes)], remote=gives_parts(file)) as reader:
             kept = _kept(reader, target)
             for piece in _pieces(reader, kept, target.nbytes):
                 if account.stopped:

@@ -24,7 +24,12 @@ def is_remote(text: str | Path) -> bool:
 
 
 def open_source(
-    text: str | Path, *, limits: Limits | None = None, transfer: Transfer | None = None, whole: bool = True
+    text: str | Path,
+    *,
+    limits: Limits | None = None,
+    transfer: Transfer | None = None,
+    whole: bool = True,
+    in_one: bool = False,
 ) -> Source:
     """Return the source at an address; a directory on this machine is not looked at yet.
 
@@ -35,6 +40,7 @@ def open_source(
         transfer: Where it is counted what goes over the network; a new one by default.
         whole: Whether it is wanted whole. A web server lists nothing: without, it is asked for no index, and what is
             in the directory are the files that were asked for by name.
+        in_one: Whether a web server that ignores ranges will do, as every file is read from front to back.
 
     Raises:
         SourceError: The address cannot be read, or its server cannot be reached or answers wrong.
@@ -50,12 +56,12 @@ def open_source(
     if scheme in ("http", "https"):
         from tonnage.sources.web import open_web  # noqa: PLC0415 - as above
 
-        return open_web(text, limits, transfer, whole=whole)
+        return open_web(text, limits, transfer, whole=whole, in_one=in_one)
     return _OPENERS[scheme](text, limits, transfer)
 
 
 def open_folder(source: Source, folder: str) -> Source:
-    """Return the source of a directory in a source, at any depth.
+    """Return the source of a directory in a package, at any depth; its files are read from front to back.
 
     Args:
         source: Open.
@@ -73,7 +79,7 @@ def open_folder(source: Source, folder: str) -> Source:
 
         return open_hub(source.address, Limits.of_environment(), source.transfer or Transfer(), folder)
     quoted = quote(folder) if source.address.startswith("http") else folder
-    return open_source(f"{source.address.rstrip('/')}/{quoted}")
+    return open_source(f"{source.address.rstrip('/')}/{quoted}", whole=False, in_one=True)
 
 
 def split_file(text: str) -> tuple[str, str | None]:

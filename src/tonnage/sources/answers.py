@@ -37,6 +37,7 @@ class Asked:
         nbytes: How many.
         total_bytes: Size of the file, if it is known; else a file that is shorter is welcome.
         version: Of the file, if the server states one and it is known.
+        whole: Whether an answer with the whole file will do; no more than was asked for is read of it.
     """
 
     where: str
@@ -44,6 +45,7 @@ class Asked:
     nbytes: int
     total_bytes: int | None = None
     version: str | None = None
+    whole: bool = False
 
     @property
     def words(self) -> str:
@@ -63,11 +65,13 @@ class Head:
         nbytes: Of its body.
         total_bytes: Of the file.
         version: ``etag ...``, ``modified ...``, or empty where the server says nothing.
+        in_one: Whether the body is the whole file, although a part was asked for.
     """
 
     nbytes: int
     total_bytes: int
     version: str
+    in_one: bool = False
 
 
 def read_head(asked: Asked, status: int, headers: Mapping[str, str]) -> Head:
@@ -93,9 +97,10 @@ def read_head(asked: Asked, status: int, headers: Mapping[str, str]) -> Head:
         raise asked.refuse("another size than stated", expected=expected, found=found)
     if "transfer-encoding" not in headers:
         length = headers.get("content-length", "")
-        if status != 416 and (not _LENGTH.fullmatch(length) or int(length) != head.nbytes):
-            raise asked.refuse("wrong Content-Length", expected=str(head.nbytes), found=length[:40] or "none")
-    return Head(nbytes=head.nbytes, total_bytes=head.total_bytes, version=version)
+        body = head.total_bytes if head.in_one else head.nbytes
+        if status != 416 and (not _LENGTH.fullmatch(length) or int(length) != body):
+            raise asked.refuse("wrong Content-Length", expected=str(body), found=length[:40] or "none")
+    return Head(nbytes=head.nbytes, total_bytes=head.total_bytes, version=version, in_one=head.in_one)
 
 
 def _extent(asked: Asked, status: int, headers: Mapping[str, str]) -> Head:
@@ -110,6 +115,8 @@ def _extent(asked: Asked, status: int, headers: Mapping[str, str]) -> Head:
         length = headers.get("content-length", "")
         if asked.begin == 0 and _LENGTH.fullmatch(length) and int(length) <= asked.nbytes:
             return Head(nbytes=int(length), total_bytes=int(length), version="")
+        if asked.begin == 0 and asked.whole and _LENGTH.fullmatch(length):
+            return Head(nbytes=asked.nbytes, total_bytes=int(length), version="", in_one=True)
         found = f"200 with the whole file{f' of {length} bytes' if _LENGTH.fullmatch(length) else ''}"
         raise asked.refuse("the server ignores ranges", expected=f"206 with {asked.words}", found=found)
     match = _RANGE.fullmatch(stated)

@@ -206,7 +206,7 @@ class _Request:
             raise self._asked.refuse("the server is not who it says", expected=expected, found=found) from error
         except (OSError, http.client.HTTPException) as error:
             stale = connection.used and self._done == done and isinstance(error, ConnectionError)
-            raise _BrokenError(_reason(error), stale=stale) from error
+            raise _BrokenError(broken_by(error), stale=stale) from error
         finally:
             self._client.settle(connection)
 
@@ -216,9 +216,9 @@ class _Request:
         if status in (200, 206):
             head = read_head(self._rest(), status, headers)
             self._first = self._first or head
-            self._read_body(response, head.nbytes)
+            self._read_body(response, head.nbytes, more=head.in_one)
             self._keep(connection, response)
-            return Head(nbytes=self._done, total_bytes=head.total_bytes, version=head.version)
+            return Head(nbytes=self._done, total_bytes=head.total_bytes, version=head.version, in_one=head.in_one)
         self._drain(connection, response)
         if status == 416:
             return read_head(self._rest(), status, headers)
@@ -253,10 +253,11 @@ class _Request:
             nbytes=end - self._done,
             total_bytes=asked.total_bytes if first is None else first.total_bytes,
             version=asked.version if first is None else first.version,
+            whole=asked.whole,
         )
 
-    def _read_body(self, response: http.client.HTTPResponse, nbytes: int) -> None:
-        """Read exactly so many bytes, and see that no more come."""
+    def _read_body(self, response: http.client.HTTPResponse, nbytes: int, *, more: bool) -> None:
+        """Read exactly so many bytes, and see that no more come where none should."""
         end = self._done + nbytes
         while self._done < end:
             piece = response.read1(min(end - self._done, _PIECE))
@@ -267,11 +268,13 @@ class _Request:
             self._view[self._done : self._done + len(piece)] = piece
             self._done += len(piece)
             self._client.transfer.add(nbytes=len(piece))
+        if more:  # of which nothing is wanted
+            return
         try:
-            more = response.read1(1)
+            extra = response.read1(1)
         except (OSError, http.client.HTTPException):  # whatever it is, it is none of ours
             return
-        if more:
+        if extra:
             raise self._endless(nbytes)
 
     def _endless(self, nbytes: int) -> SourceError:
@@ -279,7 +282,7 @@ class _Request:
         return self._asked.refuse("the answer does not end", expected=f"{nbytes} bytes", found=found)
 
 
-def _reason(error: BaseException) -> str:
+def broken_by(error: BaseException) -> str:
     """Return what went wrong, in the words of the system."""
     if isinstance(error, http.client.RemoteDisconnected):
         return "the connection closed without an answer"

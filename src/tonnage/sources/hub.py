@@ -152,6 +152,10 @@ class HubFiles:
         """Nothing: what is there is listed."""
         return
 
+    def whole_file(self, facts: FileFacts) -> None:  # noqa: ARG002 - whichever
+        """None: parts are given of every file."""
+        return
+
     def fetch(self, facts: FileFacts, view: memoryview, offset: int) -> None:
         """Fill a buffer with part of a file, from where the hub last sent us for it."""
         name = f"{self._place.below}{facts.name}"

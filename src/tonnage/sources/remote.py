@@ -10,7 +10,7 @@ from typing import Protocol
 
 from tonnage.errors import CheckpointError, Problem, SourceError, TonnageError
 from tonnage.sources.limits import Limits
-from tonnage.sources.model import FileFacts, truncated
+from tonnage.sources.model import FileFacts, SourceFile, truncated
 from tonnage.sources.shelf import Listing, Shelf
 from tonnage.sources.transfer import Transfer
 
@@ -19,6 +19,20 @@ MOST_FILES = 50_000
 
 UNVERSIONED = "unversioned"
 """Version of a file whose server does not say when it changes; what is read of it is kept for this process only."""
+
+
+class WholeOnly(Protocol):
+    """A file that its server gives only whole: read in order."""
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill a buffer with the next bytes.
+
+        Raises:
+            SourceError: The server cannot be reached, or answers wrong.
+        """
+
+    def close(self) -> None:
+        """Want no more of it."""
 
 
 class Files(Protocol):
@@ -44,6 +58,9 @@ class Files(Protocol):
         Raises:
             SourceError: As above, or the file changed.
         """
+
+    def whole_file(self, facts: FileFacts) -> WholeOnly | None:
+        """Return a file of which the server gives no parts; ``None`` for all others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +131,12 @@ class RemoteSource:
         if facts is None:
             expected, found = "a file", "a directory" if name in self._list().folders else "no such file"
             raise kind(Problem(where=name, what="cannot be read", expected=expected, found=found))
-        yield RemoteFile(self, facts, kind)
+        whole = self.files.whole_file(facts)
+        try:
+            yield RemoteFile(self, facts, kind, whole)
+        finally:
+            if whole is not None:
+                whole.close()
 
     def fetch(self, facts: FileFacts, view: memoryview, offset: int) -> None:
         """Fill a buffer over the network.
@@ -172,16 +194,29 @@ def not_kept(address: str, name: str = "") -> SourceError:
     return SourceError(Problem(where=address, what=f"offline, and {what}", expected=expected))
 
 
+def gives_parts(file: SourceFile) -> bool:
+    """Whether any part of a file can be read, in any order; not of one that its server gives only whole."""
+    return not isinstance(file, RemoteFile) or file.in_parts
+
+
 class RemoteFile:
     """An open file elsewhere."""
 
-    __slots__ = ("_kind", "_source", "facts")
+    __slots__ = ("_kind", "_source", "_whole", "facts")
 
-    def __init__(self, source: RemoteSource, facts: FileFacts, kind: type[TonnageError]) -> None:
+    def __init__(
+        self, source: RemoteSource, facts: FileFacts, kind: type[TonnageError], whole: WholeOnly | None = None
+    ) -> None:
         """Nothing is asked for yet."""
+        self._whole = whole
         self.facts = facts
         self._source = source
         self._kind = kind
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether any part can be read, in any order and by several threads."""
+        return self._whole is None
 
     def at_hand(self, nbytes: int, offset: int) -> bool:
         """Whether these bytes need no server."""
@@ -213,7 +248,9 @@ class RemoteFile:
             SourceError: The server cannot be reached, or answers wrong.
         """
         self._check_within(len(view), offset)
-        if view:
+        if view and self._whole is not None:
+            self._whole.read_into(view, offset)
+        elif view:
             self._source.fetch(self.facts, view, offset)
 
     def current_facts(self) -> FileFacts:

@@ -144,6 +144,10 @@ class StoreFiles:
         """Nothing: what is there is listed."""
         return
 
+    def whole_file(self, facts: FileFacts) -> None:  # noqa: ARG002 - whichever
+        """None: parts are given of every file."""
+        return
+
     def fetch(self, facts: FileFacts, view: memoryview, offset: int) -> None:
         """Fill a buffer with part of an object; what came before a connection broke is kept."""
         deadline = time.monotonic() + self._limits.total_seconds + len(view) / self._limits.slowest

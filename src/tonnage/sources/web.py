@@ -17,6 +17,7 @@ from tonnage.sources.parallel import TimeLimit, in_order
 from tonnage.sources.remote import MOST_FILES, UNVERSIONED, RemoteSource
 from tonnage.sources.shelf import Listing, Shelf
 from tonnage.sources.transfer import Transfer
+from tonnage.sources.whole import WholeFile
 
 INDEX_LIMIT_BYTES = 192 << 20
 SINGLE_FILE = f"model{SUFFIX}"
@@ -26,7 +27,9 @@ _LOOK_BYTES_OF_OTHERS = 64 << 10
 _HUB_HOSTS = frozenset({"huggingface.co", "www.huggingface.co", "hf.co"})
 
 
-def open_web(text: str, limits: Limits, transfer: Transfer, *, whole: bool = True) -> RemoteSource:
+def open_web(
+    text: str, limits: Limits, transfer: Transfer, *, whole: bool = True, in_one: bool = False
+) -> RemoteSource:
     """Return the directory at ``https://host/directory/``; nothing is asked for yet.
 
     Args:
@@ -34,6 +37,7 @@ def open_web(text: str, limits: Limits, transfer: Transfer, *, whole: bool = Tru
         limits: What the server may cost.
         transfer: Where that is counted.
         whole: Whether its shard files are wanted, and not only files that are asked for by name.
+        in_one: Whether a server that ignores ranges will do, as files are read from front to back.
 
     Raises:
         SourceError: It is no such address, or leads in the clear to another machine.
@@ -51,7 +55,7 @@ def open_web(text: str, limits: Limits, transfer: Transfer, *, whole: bool = Tru
     base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}/"
     shelf = Shelf(base if whole else f"{base} by name")  # which must not pass for all there is
     client = WebClient(limits=limits, transfer=transfer, home=origin, plain=plain)
-    files = WebFiles(base, client, shelf, whole=whole)
+    files = WebFiles(base, client, shelf, whole=whole, in_one=in_one)
     name = words[-1] or origin.host
     return RemoteSource(name=name, address=base, files=files, shelf=shelf, limits=limits, transfer=transfer)
 
@@ -59,7 +63,7 @@ def open_web(text: str, limits: Limits, transfer: Transfer, *, whole: bool = Tru
 class WebFiles:
     """Files below one URL."""
 
-    def __init__(self, base: str, client: WebClient, shelf: Shelf, *, whole: bool = True) -> None:
+    def __init__(self, base: str, client: WebClient, shelf: Shelf, *, whole: bool = True, in_one: bool = False) -> None:
         """Ask for nothing yet.
 
         Args:
@@ -67,8 +71,11 @@ class WebFiles:
             client: Who asks.
             shelf: Where an index is kept.
             whole: Whether an index is asked for.
+            in_one: Whether files will do that the server gives only whole.
         """
         self._whole = whole
+        self._in_one = in_one
+        self._only_whole: dict[str, str] = {}
         self._base = base
         self._client = client
         self._shelf = shelf
@@ -112,14 +119,26 @@ class WebFiles:
             return None
         nbytes = _LOOK_BYTES.get(os.path.splitext(name)[1], _LOOK_BYTES_OF_OTHERS)  # noqa: PTH122 - of a URL
         url = self._url(name)
-        found = self._client.look(url, Asked(where=url, begin=0, nbytes=nbytes))
+        found = self._client.look(url, Asked(where=url, begin=0, nbytes=nbytes, whole=self._in_one))
         if found is None:
             return None
         version = found.head.version or UNVERSIONED
         facts = FileFacts(name=name, nbytes=found.head.total_bytes, version=version)
         with self._lock:
-            self._starts[name] = found.start
+            if found.head.in_one:
+                self._only_whole[name] = found.url
+            else:
+                self._starts[name] = found.start
         return facts
+
+    def whole_file(self, facts: FileFacts) -> WholeFile | None:
+        """Return a file that the server gives only whole; ``None`` for one of which it gives parts."""
+        url = self._only_whole.get(facts.name)
+        if url is None:
+            return None
+        version = "" if facts.version == UNVERSIONED else facts.version
+        asked = Asked(where=url, begin=0, nbytes=facts.nbytes, total_bytes=facts.nbytes, version=version)
+        return WholeFile(client=self._client, url=url, asked=asked)
 
     def fetch(self, facts: FileFacts, view: memoryview, offset: int) -> None:
         """Fill a buffer with part of a file, without asking if it came when the file was looked at."""
