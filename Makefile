@@ -45,7 +45,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# bench_load.py wants the environment of `make heavy`, bench_ray.py that of `make clients`, peers.py makes its own.
+# bench_load.py wants the environment of `make heavy`, bench_ray.py that of `make clients`, peers.py makes its own two.
 bench: $(VENV)/.installed-dev
 	set -e; for script in $(filter-out bench/bench_load.py bench/bench_ray.py,$(wildcard bench/bench_*.py)); do $(BIN)/python "$$script"; done
 

@@ -150,8 +150,8 @@ def conversion(source: Path, scratch: Path, payload: int, rounds: int) -> bool:
     return met
 
 
-def model_free_ptq(source: Path, output: Path) -> Timed:
-    """Convert with llm-compressor on the CPU, in a process of its own."""
+def model_free_ptq(source: Path, output: Path, python: Path = Path(sys.executable)) -> Timed:
+    """Convert with llm-compressor on the CPU, in a process of its own, by an interpreter that has it."""
     script = (
         "import sys, time; from llmcompressor import model_free_ptq; begin = time.perf_counter();"
         "model_free_ptq(model_stub=sys.argv[1], save_directory=sys.argv[2], scheme='MXFP8',"
@@ -159,7 +159,7 @@ def model_free_ptq(source: Path, output: Path) -> Timed:
     )
     shutil.rmtree(output, ignore_errors=True)
     begin = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", script, source, output], check=True, capture_output=True, text=True)
+    done = subprocess.run([python, "-c", script, source, output], check=True, capture_output=True, text=True)
     return Timed(time.perf_counter() - begin, float(done.stdout.splitlines()[-1]))
 
 

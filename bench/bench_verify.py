@@ -87,7 +87,7 @@ class Case(NamedTuple):
     hash: str
 
 
-def make_package(scratch: Path, case: Case, layers: int, key: Path) -> Path:
+def make_package(scratch: Path, case: Case, layers: int, key: Path, *, tp: int = 1) -> Path:
     """Prepare a sparse checkpoint of some 130 MB per layer into a package whose weights are really written."""
     config: dict[str, Any] = {
         "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
@@ -96,7 +96,7 @@ def make_package(scratch: Path, case: Case, layers: int, key: Path) -> Path:
     }  # fmt: skip
     source, package = scratch / "source", scratch / "package"
     write_rehearsal(parse_config(config, name="bench"), source, RehearsalOptions())
-    checkpoint, request = open_checkpoint(str(source)), PlanRequest()
+    checkpoint, request = open_checkpoint(str(source)), PlanRequest(tp=tp)
     plan = plan_checkpoint(checkpoint, request)
     assert checkpoint.headers is not None
     assert plan.placement is not None

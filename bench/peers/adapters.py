@@ -3,7 +3,7 @@
 One JSON object per line on stdin: a case, with the directory of its checkpoint (config.json, whole safetensors headers
 over sparse files). One per line on stdout: ``weights``, ``cache`` and ``fits`` as far as the peer says them, bytes per
 rank, or ``error``. A peer that asks a hub is given the same facts from the directory; its arithmetic is not touched.
-One that knows no tensor parallelism gets its figure divided by the ranks, which is the best it could have said.
+One that knows no parallelism gets its figure divided by the ranks, which is the best it could have said.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import signal
 import struct
 import sys
 import time
@@ -23,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 GIB = 1 << 30
+MOST_SECONDS = 60
 HELD = ("weights.", "padding.", "engine.")
 Case = dict[str, Any]
 Answer = dict[str, Any]
@@ -53,6 +55,11 @@ def elements(tensors: dict[str, Any]) -> dict[str, int]:
     return dict(counted)
 
 
+def ranks(case: Case) -> int:
+    """Return among how many GPUs a model is shared."""
+    return int(case["tp"] * case["pp"])
+
+
 def stored_bytes(directory: str) -> int:
     """Return the size of all weight files."""
     return sum(path.stat().st_size for path in Path(directory).glob("*.safetensors"))
@@ -65,7 +72,7 @@ def tonnage(case: Case) -> Answer:
     """The planner of this project, from config.json alone."""
     from tonnage import PlanRequest, plan_checkpoint
     from tonnage.api import checkpoint_from_config
-    from tonnage.memory.supply import Supply
+    from tonnage.memory.supply import Supply, find_gpu
     from tonnage.profile import Profile
 
     checkpoint = checkpoint_from_config(config_of(case), name=case["model"])
@@ -80,6 +87,7 @@ def tonnage(case: Case) -> Answer:
         tp=case["tp"],
         pp=case["pp"],
         dcp=case["dcp"],
+        gpu=find_gpu(case["gpu"]) if case.get("gpu") else None,
         supply=supply,
         context_held=False,
         profile=Profile(
@@ -90,10 +98,13 @@ def tonnage(case: Case) -> Answer:
         ),
     )
     plan = plan_checkpoint(checkpoint, request)
+    assert plan.placement is not None
+    placed = [plan.placement.rank_bytes(stage, rank) for stage in range(case["pp"]) for rank in range(case["tp"])]
     held = [[line.bound_nbytes for line in rank.lines if line.component.startswith(HELD)] for rank in plan.ranks]
     return {
         "weights": max(rank.weights_bytes for rank in plan.ranks),
         "bound": max(map(sum, held)),
+        "parameters": max(placed),
         "cache": max(rank.cache_bytes for rank in plan.ranks),
         "fits": plan.fits,
     }
@@ -109,12 +120,12 @@ def hf_mem(case: Case) -> Answer:
     config = config.get("text_config", config) | {
         key: config[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in config
     }
-    answer: Answer = {"weights": metadata.bytes_count // case["tp"]}
+    answer: Answer = {"weights": metadata.bytes_count // ranks(case)}
     if case["tokens"]:
         asked = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}.get(case.get("kv_dtype") or "")
         dtype = resolve_kv_cache_dtype(config=config, kv_cache_dtype=asked, metadata=metadata, model_id=case["model"])
         cache = compute_safetensors_kv_cache_size(config=config, cache_dtype=dtype, max_model_len=case["tokens"])
-        answer["cache"] = cache // case["tp"]
+        answer["cache"] = cache // ranks(case)
     return answer
 
 
@@ -139,9 +150,9 @@ def vramscout(case: Case) -> Answer:
     )
     beside = {"Model weights / rank", "CUDA / runtime", "Prefill scratch", "Safety reserve"}
     cache = sum(gib for name, gib in plan.parts_gib.items() if name not in beside)
-    answer: Answer = {"weights": int(plan.parts_gib["Model weights / rank"] * GIB)}
+    answer: Answer = {"weights": int(plan.parts_gib["Model weights / rank"] * GIB) // case["pp"]}
     if case["tokens"]:
-        answer["cache"] = int(cache * GIB)
+        answer["cache"] = int(cache * GIB) // case["pp"]
     if case.get("gpu_bytes"):
         answer["fits"] = bool(plan.fits)
     return answer
@@ -176,7 +187,7 @@ def llm_d_planner(case: Case) -> Answer:
 
 def accelerate(case: Case) -> Answer:
     """``accelerate estimate-memory``: the model is built without data and its parameters are counted."""
-    return {"weights": _built_bytes(case["directory"]) // case["tp"]}
+    return {"weights": _built_bytes(case["directory"]) // ranks(case)}
 
 
 @cache
@@ -199,10 +210,10 @@ def vramcalc(case: Case) -> Answer:
     from vramcalc import estimate
 
     found = estimate(config_of(case), mode="inference", dtype="bf16", batch=1, seq_len=case["tokens"] or 8192)
-    answer: Answer = {"weights": found.weights // case["tp"]}
+    answer: Answer = {"weights": found.weights // ranks(case)}
     if case["tokens"]:
-        answer["cache"] = found.kv_cache // case["tp"]
-    if case.get("gpu_bytes") and case["tp"] == 1:
+        answer["cache"] = found.kv_cache // ranks(case)
+    if case.get("gpu_bytes") and ranks(case) == 1:
         answer["fits"] = bool(found.fits(case["gpu_bytes"] / 1e9).ok)
     return answer
 
@@ -212,9 +223,9 @@ def modelinfo(case: Case) -> Answer:
     from modelinfo.calculator import calculate_footprint
 
     found = calculate_footprint(headers(case["directory"]), context_length=case["tokens"], config=config_of(case))
-    answer: Answer = {"weights": int(found["base_memory_bytes"]) // case["tp"]}
+    answer: Answer = {"weights": int(found["base_memory_bytes"]) // ranks(case)}
     if case["tokens"]:
-        answer["cache"] = int(found["kv_cache_bytes"]) // case["tp"]
+        answer["cache"] = int(found["kv_cache_bytes"]) // ranks(case)
     return answer
 
 
@@ -225,10 +236,10 @@ def hf_vram_calc(case: Case) -> Answer:
     config, count = _counted(case["model"], case["directory"])
     dtype = config.recommended_dtype or "bf16"
     peer = VRAMCalculator(ConfigManager(None))
-    answer: Answer = {"weights": int(peer.calculate_model_memory(count, dtype) * GIB) // case["tp"]}
+    answer: Answer = {"weights": int(peer.calculate_model_memory(count, dtype) * GIB) // ranks(case)}
     if case["tokens"]:
         cache = peer.calculate_kv_cache_memory(config, dtype, 1, case["tokens"])
-        answer["cache"] = int(cache * GIB) // case["tp"]
+        answer["cache"] = int(cache * GIB) // ranks(case)
     return answer
 
 
@@ -254,17 +265,25 @@ PEERS: dict[str, Callable[[Case], Answer]] = {
 }
 
 
+def _too_late(*_: object) -> None:
+    raise TimeoutError(f"no answer in {MOST_SECONDS} s")
+
+
 def main() -> int:
     """Answer every case; what a peer prints is kept off stdout."""
+    signal.signal(signal.SIGALRM, _too_late)
     say = PEERS[sys.argv[1]]
-    for line in sys.stdin:
+    asked, sys.stdin = sys.stdin.readlines(), io.StringIO()  # transformers asks a terminal before it runs code
+    for line in asked:
         case = json.loads(line)
         begin = time.perf_counter()
+        signal.alarm(MOST_SECONDS)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             try:
                 answer = say(case)
             except Exception as error:  # noqa: BLE001 - whatever a peer fails with is its answer
                 answer = {"error": f"{type(error).__name__}: {error}"[:200]}
+            signal.alarm(0)
         print(json.dumps({"id": case["id"], "seconds": time.perf_counter() - begin, **answer}), flush=True)
     return 0
 
