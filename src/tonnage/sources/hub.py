@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id
 
 from tonnage.errors import Problem, SourceError, one_line
 from tonnage.sources.answers import AGAIN, Asked, retry_after
@@ -92,7 +93,7 @@ def open_hub(text: str, limits: Limits, transfer: Transfer, folder: str = "") ->
         SourceError: It is no such address, the hub cannot be reached, or has nothing of that name to show.
     """
     match = _ADDRESS.fullmatch(text.rstrip("/"))
-    if match is None or ".." in text or "--" in match["repository"]:
+    if match is None or ".." in text or not _is_repository(match["repository"]):
         expected = "hf:organisation/name[@revision]"
         raise SourceError(Problem(where=text, what="not an address on the hub", expected=expected))
     revision = match["revision"] or constants.DEFAULT_REVISION
@@ -119,6 +120,15 @@ def open_hub(text: str, limits: Limits, transfer: Transfer, folder: str = "") ->
     return RemoteSource(
         name=name, address=place.address, files=files, shelf=pinned, limits=limits, transfer=transfer, pinned=True
     )
+
+
+def _is_repository(name: str) -> bool:
+    """Whether the hub's client takes a name: it asks again in places that raise."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 class HubFiles:
@@ -261,7 +271,7 @@ def _asked(text: str, ask: Callable[[], Any], limits: Limits, transfer: Transfer
         pause *= 2
 
 
-_NO_HUB = (AttributeError, KeyError, TypeError, ValueError)
+_NO_HUB = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
 """What the client raises of JSON that is not a hub's."""
 
 _FINAL: dict[type[Exception], tuple[str, str]] = {

@@ -20,7 +20,7 @@ from tonnage.ui.assets import asset_routes, package
 from tonnage.ui.guard import Guard, problem_response
 from tonnage.ui.messages import Answer, Question
 from tonnage.ui.openapi import openapi_document
-from tonnage.ui.pool import BusyError, GoneError, Pool, TookTooLongError, UnansweredError
+from tonnage.ui.pool import BusyError, GoneError, Pool, TookTooLongError, UnansweredError, WorkerKilledError
 from tonnage.ui.routes import API, PAGES, Answered
 from tonnage.ui.settings import Settings
 
@@ -86,6 +86,9 @@ def _unanswered(error: UnansweredError | ClientDisconnect, settings: Settings) -
         return problem_response(TOOK_TOO_LONG, Problem(where="server", what="cut off", expected=expected))
     if isinstance(error, GoneError | ClientDisconnect):
         return problem_response(GONE, Problem(where="request", what="given up by who asked"))
+    if isinstance(error, WorkerKilledError):
+        killed = Problem(where="server", what="what worked on it was killed", expected="another try")
+        return problem_response(BUSY, killed, headers={"Retry-After": RETRY_SECONDS})
     ended = Problem(where="server", what="what worked on it ended; if that is a bug, the terminal says more")
     return problem_response(BUG, ended)
 

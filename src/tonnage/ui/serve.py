@@ -18,7 +18,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tonnage.errors import Problem, UnitError, raise_if_any
-from tonnage.ui.app import make_app
+from tonnage.ui.app import BUSY, RETRY_SECONDS, make_app
+from tonnage.ui.guard import HEADERS, problem_response
 from tonnage.ui.settings import LOOPBACK, Settings
 
 MOST_CONNECTIONS = 256
@@ -122,7 +123,6 @@ def run(settings: Settings, listening: socket.socket, started: Callable[[], None
         access_log=False,
         http=Connection,
         lifespan="on",
-        limit_concurrency=MOST_CONNECTIONS,
         log_config=None,
         log_level="error",  # what strangers send is not worth a line each
         loop="asyncio",
@@ -150,6 +150,7 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take what arrived; the head of a request, when it is whole, has more time for the rest."""
+        self.app = _crowded() if len(self.connections) > MOST_CONNECTIONS else self.config.loaded_app
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
@@ -179,6 +180,12 @@ class Connection(H11Protocol):
             return
         self.transport.close()
         self._late = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
+
+
+def _crowded() -> Response:
+    """Return what is answered where there are more connections than may be."""
+    problem = Problem(where="server", what="too many connections", expected="another try later")
+    return problem_response(BUSY, problem, headers={**HEADERS, "Retry-After": RETRY_SECONDS, "Connection": "close"})
 
 
 class _Server(uvicorn.Server):
