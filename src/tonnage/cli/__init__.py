@@ -110,6 +110,11 @@ for command in COMMANDS:
 app.add_typer(calibrations, name="calibrations")
 
 
+_NO_MEMORY = "memory: not enough for this process"
+_NOT_MAPPED = ("failed to map segment", "cannot map zero-fill pages", ": Cannot allocate memory")
+"""What the loader of libraries says where there is no memory for one."""
+
+
 def main() -> None:
     """Run the command; a refusal is printed on stderr, one line per problem, and exits with 2, or with its own status.
 
@@ -129,8 +134,12 @@ def main() -> None:
         if (name := (error.name or "").partition(".")[0]) not in _OF_EXTRAS:
             raise
         _refuse(f"{name} is not installed; it comes with `pip install '{_OF_EXTRAS[name]}'`")
+    except ImportError as error:
+        if not any(words in str(error) for words in _NOT_MAPPED):
+            raise
+        _refuse(_NO_MEMORY)
     except MemoryError:
-        _refuse("memory: not enough for this process")
+        _refuse(_NO_MEMORY)
     except RuntimeError as error:
         if "can't start new thread" not in str(error):
             raise
