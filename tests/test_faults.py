@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from samples import file_contents, prepare_small, without_privilege, write_key
@@ -78,6 +79,13 @@ if "read" in FAULTS:
 
     for name in ("pread", "preadv", "read"):
         setattr(os, name, failing(name))
+if "processes" in FAULTS:
+    import subprocess
+
+    def refuse(*_words, **_how):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    subprocess.Popen.__init__, subprocess.Popen.__del__ = refuse, lambda _: None
 if SIGNAL:
     number, left = map(int, SIGNAL)
 
@@ -121,6 +129,25 @@ class Bench:
             "export": [out, "--key", self.private, "--profile", "c1-p512", "--date", "2026-11-30", "--name", "n"],
             "verify": [self.package, "--key", self.public],
             "fetch": [url, "--key", self.public, "-o", out],
+            "ui": ["--port", 0, "--no-browser", "--workers", 1],
+            "serve": [
+                self.source,
+                "--unsigned",
+                "--device",
+                "cpu",
+                "--supply",
+                "1GiB",
+                "--profile",
+                "c1-p64",
+                "--context",
+                64,
+                "--port",
+                18999,
+                "--run",
+                out,
+                "--engine-command",
+                "vllm",
+            ],
             "join": [self.package, "--part-key", self.public, "--key", self.private, "-o", out],
         }[command]
 
@@ -225,7 +252,9 @@ def test_short_reads_and_writes_interruptions_and_steps_of_the_clock_change_noth
         assert ": verified: " in done.stdout
 
 
-@pytest.mark.parametrize(("command", "status"), [("plan", 2), ("prepare", 2), ("export", 2), ("verify", 4), ("join", 4)])
+@pytest.mark.parametrize(
+    ("command", "status"), [("plan", 2), ("prepare", 2), ("export", 2), ("verify", 4), ("join", 4)]
+)
 def test_a_read_that_fails_is_one_line(bench: Bench, tmp_path: Path, command: str, status: int) -> None:
     out = destination(bench, command, tmp_path)
     done = bench.run(command, bench.words(command, out), "read")
@@ -234,6 +263,23 @@ def test_a_read_that_fails_is_one_line(bench: Bench, tmp_path: Path, command: st
     assert all(re.match(r"tonnage: |.* jobs", line) for line in done.stderr.splitlines()), done.stderr
     if command in WRITING:
         assert bench.written(out).items() <= bench.expected(command).items()
+
+
+def test_a_read_that_fails_under_a_server_is_an_answer(bench: Bench) -> None:
+    words = [*COMMAND, "ui", bench.source, "--port", "0", "--no-browser", "--workers", "1"]
+    with subprocess.Popen(
+        list(map(str, words)), env=bench.environment("read"), stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().strip()
+            asked = {"checkpoint": {"path": str(bench.source)}, "tp": 2}
+            for _ in range(2):
+                answer = httpx2.post(f"{address}api/plan", json=asked)
+                assert (answer.status_code, answer.json()["schema"]) == (422, "tonnage.error/1")
+                assert "Input/output error" in answer.json()["problems"][0]["found"]
+        finally:
+            server.kill()
 
 
 @pytest.mark.parametrize("command", WRITING)
@@ -247,7 +293,9 @@ def test_a_disk_that_is_full_when_a_file_is_synced_is_one_line_and_gone_on_with(
     check_goes_on(bench, command, out, server.url)
 
 
-@pytest.mark.parametrize(("command", "megabytes"), [("plan", 48), ("export", 60), ("verify", 60), ("fetch", 60), ("join", 60)])
+@pytest.mark.parametrize(
+    ("command", "megabytes"), [("plan", 48), ("export", 60), ("verify", 60), ("fetch", 60), ("join", 60)]
+)
 def test_memory_that_does_not_do_is_one_line(
     bench: Bench, server: Server, tmp_path: Path, command: str, megabytes: int
 ) -> None:
@@ -296,7 +344,8 @@ def _text(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("command", "megabytes"), [("plan", 20), ("prepare", 38), ("export", 34), ("verify", 25), ("fetch", 45), ("join", 34)]
+    ("command", "megabytes"),
+    [("plan", 20), ("prepare", 38), ("export", 34), ("verify", 25), ("fetch", 45), ("join", 34)],
 )
 def test_a_control_group_without_memory_ends_it_and_the_next_run_goes_on(
     bench: Bench, server: Server, tmp_path: Path, command: str, megabytes: int
@@ -329,16 +378,16 @@ def test_an_output_that_may_not_be_written_is_one_line(
     assert file_contents(out) == (file_contents(bench.prepared) if command == "export" else {})
 
 
-@pytest.mark.parametrize("command", ["plan", "prepare", "verify"])
+@pytest.mark.parametrize("command", ["plan", "prepare", "verify", "join"])
 def test_a_file_that_may_not_be_read_is_named(bench: Bench, tmp_path: Path, command: str) -> None:
     directory = bench.package / "weights" / "tp2" / "rank-0" if command == "verify" else bench.source
-    path = next(directory.glob("*.safetensors"))
+    path = bench.package / "plan.json" if command == "join" else next(directory.glob("*.safetensors"))
     path.chmod(0)
     try:
         done = bench.run(command, bench.words(command, tmp_path / "out"), preexec_fn=without_privilege)
     finally:
         path.chmod(0o644)
-    check_refused(done, 4 if command == "verify" else 2)
+    check_refused(done, 4 if command in {"verify", "join"} else 2)
     assert f"{path.name}: " in done.stderr
     assert "Permission denied" in done.stderr
     assert not (tmp_path / "out").exists()
@@ -459,6 +508,19 @@ def test_a_thread_that_cannot_be_had_is_one_line(bench: Bench, server: Server, t
     done = bench.run(command, bench.words(command, tmp_path / "out", server.url), "threads")
     check_refused(done)
     assert done.stderr == "tonnage: threads: the system lets no more be started\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [("serve", "tonnage: vllm: cannot be started"), ("ui", "tonnage: --workers: cannot be started")],
+)
+def test_an_engine_or_a_worker_that_cannot_be_started_is_one_line(
+    bench: Bench, tmp_path: Path, command: str, line: str
+) -> None:
+    done = bench.run(command, bench.words(command, tmp_path / "out"), "processes")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == f"{line}; found Resource temporarily unavailable", done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_without_any_place_to_write_a_plan_of_a_server_is_made(bench: Bench, tmp_path: Path) -> None:

@@ -302,7 +302,10 @@ def test_keys_are_passed_on_and_neither_shown_nor_kept(machine: Machine, package
     assert done.stderr.count(" ".join(shown)) == 1
 
 
-@pytest.mark.parametrize("words", [["--api-k", "abcd"], ["--other.secret=abcd"], ["--ssl-password", "abcd", "efgh"], ["--AUTH_TOKEN", "abcd"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--api-k", "abcd"], ["--other.secret=abcd"], ["--ssl-password", "abcd", "efgh"], ["--AUTH_TOKEN", "abcd"]],
+)
 def test_what_is_called_a_secret_is_one_shortened_or_not(words: list[str]):
     assert "abcd" not in " ".join(masked(words))
     assert unsaid("the key abcd is wrong", words) == "the key *** is wrong"
@@ -496,6 +499,12 @@ def test_a_place_that_is_taken_is_refused(machine: Machine, package: Path, tmp_p
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").touch()
     assert "full: not empty" in machine.refusal(package, "--run", tmp_path / "full")
+
+
+def test_a_run_that_cannot_be_kept_is_refused(machine: Machine, package: Path):
+    (machine.folder / "file").write_text("")
+    machine.run = machine.folder / "file" / "run"
+    assert machine.refusal(package) == f"{machine.run}: cannot be made; found Not a directory"
 
 
 def test_no_engine_is_one_line(machine: Machine, package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

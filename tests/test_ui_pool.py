@@ -157,7 +157,13 @@ def test_a_worker_has_so_much_memory_and_no_more():
     assert json.loads(answer.content)["problems"][0]["what"] == "too large to be planned here"
 
 
-STATUSES = {BusyError(): 503, TookTooLongError(): 504, WorkerEndedError(): 500, WorkerKilledError(): 503, GoneError(): 499}
+STATUSES = {
+    BusyError(): 503,
+    TookTooLongError(): 504,
+    WorkerEndedError(): 500,
+    WorkerKilledError(): 503,
+    GoneError(): 499,
+}
 
 
 @pytest.mark.parametrize(("error", "status"), STATUSES.items(), ids=lambda one: type(one).__name__)

@@ -407,7 +407,10 @@ def write_over(path: Path) -> None:
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "shorter": (shorten, "changed since it was planned; expected .* bytes"),
     "touched": (touch, "changed since it was planned; expected .*mtime"),
-    "another of its size and time": (put_another, "changed since it was planned; .* another file of this size and time"),
+    "another of its size and time": (
+        put_another,
+        "changed since it was planned; .* another file of this size and time",
+    ),
     "written over, its time put back": (write_over, "changed since it was planned; .* or one that was written to"),
     "gone": (Path.unlink, "cannot be read"),
     "a pipe": (make_pipe, "not a regular file"),

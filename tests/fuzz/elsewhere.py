@@ -59,7 +59,9 @@ def web_file(raw: bytes) -> None:
         head = found.head
         assert len(found.start) == head.nbytes <= min(8, head.total_bytes)
         view = memoryview(bytearray(min(16, head.total_bytes)))
-        client.read_into(url, Asked(where=url, begin=0, nbytes=len(view), total_bytes=head.total_bytes, version=head.version), view)
+        client.read_into(
+            url, Asked(where=url, begin=0, nbytes=len(view), total_bytes=head.total_bytes, version=head.version), view
+        )
 
 
 def hub_answers(raw: bytes) -> None:
@@ -173,7 +175,9 @@ def _repository() -> bytes:
         {"rfilename": "model.safetensors", "size": 40, "blobId": "0c" * 20, "lfs": lfs},
         {"rfilename": "original/a.bin", "size": 1, "blobId": "0d" * 20},
     ]
-    return json.dumps({"_id": "1", "id": "org/name", "sha": _COMMIT, "siblings": files, "tags": [], "private": False}).encode()
+    return json.dumps(
+        {"_id": "1", "id": "org/name", "sha": _COMMIT, "siblings": files, "tags": [], "private": False}
+    ).encode()
 
 
 def _listing() -> bytes:
@@ -191,13 +195,18 @@ def _listing() -> bytes:
 
 def _uploads() -> bytes:
     found = "".join(
-        f"<Upload><Key>small/m/{name}</Key><UploadId>VX&amp;{name}</UploadId></Upload>" for name in ("a.safetensors", "b")
+        f"<Upload><Key>small/m/{name}</Key><UploadId>VX&amp;{name}</UploadId></Upload>"
+        for name in ("a.safetensors", "b")
     )
     return f"<ListMultipartUploadsResult><Bucket>models</Bucket>{found}</ListMultipartUploadsResult>".encode()
 
 
 def _stores() -> list[bytes]:
-    said = {"ETag": '"0a0b"', "Last-Modified": "Sat, 31 Jan 2026 00:00:00 GMT", "x-amz-meta-tonnage-digest": "blake3:0a"}
+    said = {
+        "ETag": '"0a0b"',
+        "Last-Modified": "Sat, 31 Jan 2026 00:00:00 GMT",
+        "x-amz-meta-tonnage-digest": "blake3:0a",
+    }
     ranged = {**said, "Content-Length": f"{len(_BODY)}", "Content-Range": f"bytes 0-{len(_BODY) - 1}/{len(_BODY)}"}
     denied = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
     lists = content(_listing()), content(_uploads())
@@ -220,7 +229,11 @@ def _files() -> list[bytes]:
         parts(moved, looked, read),
         parts(busy, looked, busy, read),
         parts(answer("206 Partial Content", chunked, b"5\r\naaaaa\r\n3\r\naaa\r\n0\r\n\r\n"), read),
-        parts(answer("206 Partial Content", first, b"a" * 5), answer("206 Partial Content", {**first, "Content-Range": "bytes 5-7/40", "Content-Length": "3"}, b"aaa"), read),
+        parts(
+            answer("206 Partial Content", first, b"a" * 5),
+            answer("206 Partial Content", {**first, "Content-Range": "bytes 5-7/40", "Content-Length": "3"}, b"aaa"),
+            read,
+        ),
         parts(content(b"aaaa", Last_Modified="Mon, 01 Jan 2001 00:00:00 GMT")),
         parts(answer("416 Range Not Satisfiable", {"Content-Range": "bytes */0", "Content-Length": "0"})),
         parts(answer("404 Not Found", {"Content-Length": "0"})),
@@ -232,7 +245,10 @@ def _repositories() -> list[bytes]:
     gated = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted", "Content-Length": "0"}
     return [
         answer("200 OK", said, _repository()),
-        parts(answer("307 Temporary Redirect", {"Location": "/api/models/org/other", "Content-Length": "0"}), answer("200 OK", said, _repository())),
+        parts(
+            answer("307 Temporary Redirect", {"Location": "/api/models/org/other", "Content-Length": "0"}),
+            answer("200 OK", said, _repository()),
+        ),
         parts(answer("429 Too Many Requests", {"Retry-After": "0"}, b"{}"), answer("200 OK", said, _repository())),
         answer("403 Forbidden", gated),
         answer("404 Not Found", {"X-Error-Code": "RepoNotFound", "Content-Length": "0"}),
@@ -240,7 +256,7 @@ def _repositories() -> list[bytes]:
 
 
 _LISTED = {
-    "files": [{"name": _NAME, "nbytes": len(_BODY), "version": "etag \"a\"", "sha256": None}, {"name": "b", "nbytes": 0, "version": "unversioned", "sha256": "0a" * 32}],
+    "files": [{"name": _NAME, "nbytes": len(_BODY), "version": 'etag "a"', "sha256": None}, {"name": "b", "nbytes": 0, "version": "unversioned", "sha256": "0a" * 32}],
     "folders": ["weights"],
     "revision": "",
 }  # fmt: skip

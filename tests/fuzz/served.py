@@ -61,7 +61,7 @@ def http_request(raw: bytes) -> None:
         assert asked[0].name in HANDLERS
     elif status == 307:  # from a path with a slash at its end to the one without
         [place] = (value for name, value in said if name == b"location")
-        assert place.startswith(tuple(f"http://{host}".encode() for host in _SETTINGS.hosts))
+        assert place.lower().startswith(tuple(f"http://{host}".encode() for host in _SETTINGS.hosts))
     elif status != 200 and method != "HEAD":
         _check_refusal(json.loads(content))
 
@@ -181,15 +181,26 @@ def _requests() -> list[bytes]:
     found = []
     for route in (*API, *PAGES):
         body = json.dumps(EXAMPLES.get(route.name, {})).encode() if route.method == "POST" else b""
-        lines = [f"{route.method} {route.path} ", "Host: localhost:8765", "Origin: http://localhost:8765", "Sec-Fetch-Site: same-origin"]
+        lines = [
+            f"{route.method} {route.path} ",
+            "Host: localhost:8765",
+            "Origin: http://localhost:8765",
+            "Sec-Fetch-Site: same-origin",
+        ]
         if body:
             lines += ["Content-Type: application/json; charset=utf-8", f"Content-Length: {len(body)}"]
         found.append("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
-    return [*found, b"GET /static/page.js \r\nHost: 127.0.0.1\r\n\r\n", b"GET /api/openapi.json \r\nHost: [::1]:80\r\n\r\n"]
+    return [
+        *found,
+        b"GET /static/page.js \r\nHost: 127.0.0.1\r\n\r\n",
+        b"GET /api/openapi.json \r\nHost: [::1]:80\r\n\r\n",
+    ]
 
 
 def _bodies() -> list[bytes]:
-    query = urlencode({"source": "config", "tp": "2", "gpu": "h100", "a": "tp=4", "draft_hub": "org/draft", "eager": "on"})
+    query = urlencode(
+        {"source": "config", "tp": "2", "gpu": "h100", "a": "tp=4", "draft_hub": "org/draft", "eager": "on"}
+    )
     config = json.dumps(EXAMPLES["plan"]["checkpoint"]["config"])
     view = {"query": query, "config": config}
     posted = {**EXAMPLES, "view": view, "view-suggestions": view, "view-log": {**view, "log": _LOG}}
@@ -217,10 +228,35 @@ def _http(raw: bytes, rng: Random) -> bytes:
     return b"\r\n".join(text_lines(head.replace(b"\r\n", b"\n"), rng).split(b"\n")) + end + body
 
 
-_FIELDS = ("Host", "Origin", "Sec-Fetch-Site", "Sec-Fetch-Mode", "Content-Type", "Content-Length", "Content-Encoding", "Cookie", "X-Forwarded-Host")
+_FIELDS = (
+    "Host",
+    "Origin",
+    "Sec-Fetch-Site",
+    "Sec-Fetch-Mode",
+    "Content-Type",
+    "Content-Length",
+    "Content-Encoding",
+    "Cookie",
+    "X-Forwarded-Host",
+)
 _SAID = ("localhost", "127.0.0.1:1", "[::1]:\u0661", "localhost.evil.example", "localhost@evil.example", "null", "http://localhost:8765",
          "cross-site", "navigate", "application/json", 'application/json; charset="utf-8"', "text/plain", "0", "-1", "99999999999999999999999", "gzip")  # fmt: skip
-_SETTING = ("tp=2", "&ep=", "&a=", "source=config", "%00", "%", "+", "=", ";", "&tp=1", "context=0", "%3Cxss%3E", "draft_method=ngram", "checkpoint=..%2F")
+_SETTING = (
+    "tp=2",
+    "&ep=",
+    "&a=",
+    "source=config",
+    "%00",
+    "%",
+    "+",
+    "=",
+    ";",
+    "&tp=1",
+    "context=0",
+    "%3Cxss%3E",
+    "draft_method=ngram",
+    "checkpoint=..%2F",
+)
 _query = words(*_SETTING)
 
 

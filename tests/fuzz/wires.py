@@ -21,7 +21,13 @@ from tonnage.sources.http import WebClient
 from tonnage.sources.limits import Limits
 
 LIMITS = Limits(
-    attempts=2, connect_seconds=2, answer_seconds=1, total_seconds=0.2, pause_seconds=0.001, planning_seconds=60, parallel=1
+    attempts=2,
+    connect_seconds=2,
+    answer_seconds=1,
+    total_seconds=0.2,
+    pause_seconds=0.001,
+    planning_seconds=60,
+    parallel=1,
 )
 _HEAD_END = b"\r\n\r\n"
 _WAIT_SECONDS = 5
@@ -96,7 +102,9 @@ def markup(raw: bytes, rng: Random) -> bytes:
 def at_home(**settings: str) -> Iterator[Path]:
     """Yield an empty directory for caches, with nothing else in the environment that says whom to ask and how."""
     home = _home()
-    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS_", "HF_", "TONNAGE_"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.upper().startswith(("AWS_", "HF_", "TONNAGE_"))
+    }
     settings = {"XDG_CACHE_HOME": str(home), "HF_HOME": str(home / "hf"), "NO_PROXY": "*", "no_proxy": "*", **settings}
     with patch.dict(os.environ, {**kept, **settings}, clear=True):
         yield home

@@ -110,7 +110,6 @@ for command in COMMANDS:
 app.add_typer(calibrations, name="calibrations")
 
 
-_NO_MEMORY = "memory: not enough for this process"
 _NOT_MAPPED = ("failed to map segment", "cannot map zero-fill pages", ": Cannot allocate memory")
 """What the loader of libraries says where there is no memory for one."""
 
@@ -134,12 +133,10 @@ def main() -> None:
         if (name := (error.name or "").partition(".")[0]) not in _OF_EXTRAS:
             raise
         _refuse(f"{name} is not installed; it comes with `pip install '{_OF_EXTRAS[name]}'`")
-    except ImportError as error:
-        if not any(words in str(error) for words in _NOT_MAPPED):
+    except (ImportError, MemoryError) as error:
+        if isinstance(error, ImportError) and not any(words in str(error) for words in _NOT_MAPPED):
             raise
-        _refuse(_NO_MEMORY)
-    except MemoryError:
-        _refuse(_NO_MEMORY)
+        _refuse("memory: not enough for this process")
     except RuntimeError as error:
         if "can't start new thread" not in str(error):
             raise

@@ -184,7 +184,9 @@ def alone(directory: Path) -> Iterator[int]:
         try:
             fcntl.flock(root, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise PrepareError(Problem(where=str(directory), what="another export, fetch or join is at work here")) from None
+            raise PrepareError(
+                Problem(where=str(directory), what="another export, fetch or join is at work here")
+            ) from None
         except OSError:  # some file systems lock no directories; the lock of preparations is still to come
             pass
         yield root

@@ -1,7 +1,7 @@
-"""Processes that left the group of an engine: they become children of this process when their parent ends, and end with it.
+"""Processes that left the group of an engine: this process becomes their parent when theirs ends, and ends them.
 
-An engine's worker may begin a session of its own, in which no signal to the group of the engine reaches it. Linux lets a
-process ask to become the parent of whatever below it loses its own; elsewhere such a process outlives the engine.
+A worker may begin a session of its own, in which no signal to the group of the engine reaches it. Linux lets a process
+ask to become the parent of whatever below it loses its own; elsewhere such a worker outlives the engine.
 
 Source:
     Linux manual pages, prctl(2): PR_SET_CHILD_SUBREAPER; proc(5): /proc/PID/stat.
@@ -26,7 +26,7 @@ _PROC = Path("/proc")
 
 @contextmanager
 def adopting() -> Iterator[frozenset[int]]:
-    """Adopt orphans for as long as the block lasts, and yield the children of before, which are none of the engine's."""
+    """Adopt orphans for as long as the block lasts, and yield the children of before: none of the engine's."""
     before = _is_subreaper()
     _set_subreaper(on=True)
     try:

@@ -184,7 +184,9 @@ def secrets_in(words: Sequence[str]) -> dict[int, str]:
 def _is_secret(flag: str) -> bool:
     """Whether what follows a flag is a secret, by what it is called; an engine takes it shortened as well."""
     parts = flag.lower().replace("_", "-").replace(".", "-").split("-")
-    return not _SECRET_PARTS.isdisjoint(parts) or any(_matches(one, known) for one in _flags(flag) for known in _SECRETS)
+    return not _SECRET_PARTS.isdisjoint(parts) or any(
+        _matches(one, known) for one in _flags(flag) for known in _SECRETS
+    )
 
 
 def _name_problems(name: str) -> Iterator[Problem]:

@@ -15,6 +15,8 @@ from ipaddress import ip_address
 from threading import Thread
 
 import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tonnage.errors import Problem, UnitError, raise_if_any
@@ -117,9 +119,13 @@ def run(settings: Settings, listening: socket.socket, started: Callable[[], None
         settings: What is served.
         listening: Where.
         started: Called once the server answers.
+
+    Raises:
+        UnitError: No workers can be started.
     """
+    app = make_app(settings)
     config = uvicorn.Config(
-        make_app(settings),
+        app,
         access_log=False,
         http=Connection,
         lifespan="on",
@@ -131,9 +137,11 @@ def run(settings: Settings, listening: socket.socket, started: Callable[[], None
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         ws="none",
     )
-    server = _Server(config, started)
+    server = _Server(config, app, started)
     with suppress(SystemExit):  # by a status of its own, which means something else here
         asyncio.run(server.serve(sockets=[listening]))
+    if app.state.refused is not None:
+        raise app.state.refused
     if not server.started:
         raise SystemExit(BUG)
 
@@ -191,13 +199,16 @@ def _crowded() -> Response:
 class _Server(uvicorn.Server):
     """A server that ends as any command does: its status does not tell of the signal that ended it."""
 
-    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, app: Starlette, started: Callable[[], None]) -> None:
         super().__init__(config)
+        self._application = app
         self._when_started = started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.started:
+        if self._application.state.refused is not None:
+            self.should_exit = True
+        elif self.started:
             self._when_started()
 
     @contextmanager

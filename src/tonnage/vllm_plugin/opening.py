@@ -71,7 +71,7 @@ def open_rank_files(directory: Path, topology: Topology, rank: int, *, public_ke
         public_key: Who must have signed it: the files of all ranks and of this one are hashed.
 
     Raises:
-        LoadError: It is cut for another topology, or a file of the rank is missing, a link, or not of the recorded size.
+        LoadError: It is cut for another topology, or a file of the rank is missing, a link, or of another size.
         VerifyError: It is not the package that was signed.
         CheckpointError: A header is wrong, or the preparation is not complete.
     """
