@@ -136,7 +136,8 @@ def joined(raw: bytes) -> None:
 def report(raw: bytes) -> None:
     """Read saved plans as a report does, and draw and write one beside the other."""
     plan, _, before = raw.partition(PART)
-    saved = [read_saved(parse_object(one, where="plan.json", kind=ObservationError)) for one in (plan, before) if one]
+    given = (plan, before) if before else (plan,)
+    saved = [read_saved(parse_object(one, where="plan.json", kind=ObservationError)) for one in given]
     for width in (320, 1200):
         assert ET.fromstring(draw_ranks(saved[0], width=width)).tag.endswith("svg")  # noqa: S314 - made here
     if len(saved) > 1:
