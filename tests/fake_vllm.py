@@ -43,14 +43,15 @@ def main() -> int:
     told = json.loads(os.environ["FAKE_ENGINE"])
     mode, words = told["mode"], sys.argv[1:]
     flags = {word: value for word, value in zip(words, [*words[1:], ""], strict=True) if word.startswith("--")}
-    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    apart = mode == "scatters"
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=apart)
     facts = {"words": words, "environment": dict(os.environ), "processes": [os.getpid(), child.pid]}
     with open(told["out"], "w") as stream:  # noqa: PTH123 - no imports that take time
         json.dump(facts, stream)
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:
-        signal.signal(signal.SIGTERM, lambda *_: end(child))
+        signal.signal(signal.SIGTERM, lambda *_: end(None if apart else child))
     speak(told, mode, words[1], int(flags.get("--tensor-parallel-size", 1)))
     if mode in ("dies", "refuses"):
         return 7
@@ -72,6 +73,7 @@ def main() -> int:
 
 def speak(told: dict[str, Any], mode: str, model: str, tp: int) -> None:
     """Say what the start of a log says."""
+    say(" ".join(sys.argv[-6:]))
     say(ENGINE.format(model=model, tp=tp))
     if mode == "hostile":
         say(HOSTILE)
@@ -103,9 +105,10 @@ def tell_parent(told: dict[str, Any]) -> None:
         os.kill(os.getppid(), told["sends"])
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
-    """End as an engine does that is asked to."""
-    child.kill()
+def end(child: subprocess.Popen[bytes] | None) -> None:
+    """End as an engine does that is asked to, with its worker or without."""
+    if child is not None:
+        child.kill()
     os._exit(0)
 
 

@@ -32,6 +32,7 @@ from tonnage.prepare.output_dir import (
     remove_partials,
 )
 from tonnage.prepare.preparation import Preparation
+from tonnage.prepare.ray_connection import host_and_port
 from tonnage.prepare.request import PrepareOptions, prepare_placement
 from tonnage.prepare.run import Standing, run_preparation
 from tonnage.prepare.worker import answer_task, run_task
@@ -236,3 +237,12 @@ def test_a_dry_run_says_what_a_task_needs(tonnage: Any, source: Path, tmp_path: 
     found = json.loads(tonnage(*words, "--json").stdout)
     assert (found["workers"], found["peak_memory_bytes"]) == (0, 0)
     assert found["task_memory_bytes"] == preparation_of(source, tmp_path / "out").task_memory_bytes
+
+
+def test_an_address_of_a_cluster_is_a_host_and_a_port_or_what_ray_knows() -> None:
+    assert host_and_port("10.0.0.1:6379") == ("10.0.0.1", 6379)
+    assert host_and_port("[::1]:65535") == ("::1", 65535)
+    assert [host_and_port(text) for text in ("auto", "local", ":1", "head:\u0661", "head:")] == [None] * 5
+    for port in ("65536", "9" * 5000):
+        with pytest.raises(PrepareError, match="--address: no port; expected at most 65535"):
+            host_and_port(f"head:{port}")

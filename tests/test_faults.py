@@ -21,18 +21,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from samples import file_contents, prepare_small, without_privilege, write_key
 from servers import Seen, Server, web
+from tonnage.export.io import alone
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-P", "-m", "tonnage"]
-WRITING = ("prepare", "export", "fetch")
+DOCUMENTS = frozenset({"manifest.json", "plan.json", "provenance.json", "model.sig"})
+WRITING = ("prepare", "export", "fetch", "join")
 SITE = """
 import atexit, errno, os, random, signal, threading, time
 
 FAULTS = os.environ["FAULTS"].split()
+SIGNAL = os.environ.pop("SIGNAL", "").split()  # of this process alone
 real = {name: getattr(os, name) for name in ("pread", "preadv", "read", "write", "fsync")}
 
 
@@ -67,7 +71,7 @@ if "read" in FAULTS:
 
     def failing(name):
         def read(fd, *rest):
-            if named(fd).endswith(".safetensors") and not os.get_inheritable(fd):
+            if named(fd).endswith((".safetensors", "plan.json")) and not os.get_inheritable(fd):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return real[name](fd, *rest)
 
@@ -75,6 +79,24 @@ if "read" in FAULTS:
 
     for name in ("pread", "preadv", "read"):
         setattr(os, name, failing(name))
+if "processes" in FAULTS:
+    import subprocess
+
+    def refuse(*_words, **_how):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    subprocess.Popen.__init__, subprocess.Popen.__del__ = refuse, lambda _: None
+if SIGNAL:
+    number, left = map(int, SIGNAL)
+
+    def signalled(fd):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), number)
+        real["fsync"](fd)
+
+    os.fsync = signalled
 if "sync" in FAULTS:
 
     def fsync(fd):
@@ -107,6 +129,26 @@ class Bench:
             "export": [out, "--key", self.private, "--profile", "c1-p512", "--date", "2026-11-30", "--name", "n"],
             "verify": [self.package, "--key", self.public],
             "fetch": [url, "--key", self.public, "-o", out],
+            "ui": ["--port", 0, "--no-browser", "--workers", 1],
+            "serve": [
+                self.source,
+                "--unsigned",
+                "--device",
+                "cpu",
+                "--supply",
+                "1GiB",
+                "--profile",
+                "c1-p64",
+                "--context",
+                64,
+                "--port",
+                18999,
+                "--run",
+                out,
+                "--engine-command",
+                "vllm",
+            ],
+            "join": [self.package, "--part-key", self.public, "--key", self.private, "-o", out],
         }[command]
 
     def environment(self, *faults: str) -> dict[str, str]:
@@ -118,9 +160,13 @@ class Bench:
             "XDG_CACHE_HOME": str(self.folder / "cache"),
         }
 
-    def run(self, command: str, words: list[object], *faults: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, command: str, words: list[object], *faults: str, at: tuple[int, int] | None = None, **how: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command under faults; ``at`` is a signal, and at which sync of a file or directory it comes."""
+        more = {} if at is None else {"SIGNAL": " ".join(map(str, map(int, at)))}
         return subprocess.run(
-            [*COMMAND, command, *map(str, words)], env=self.environment(*faults), capture_output=True, text=True,
+            [*COMMAND, command, *map(str, words)], env={**self.environment(*faults), **more}, capture_output=True, text=True,
             check=False, timeout=60, **how,
         )  # fmt: skip
 
@@ -133,7 +179,9 @@ class Bench:
     def expected(self, command: str) -> dict[str, bytes]:
         """Return the files a command writes, and no others."""
         whole = self.prepared if command == "prepare" else self.package
-        return {name: raw for name, raw in file_contents(whole).items() if name != "prepare.json"}
+        wanted = DOCUMENTS if command == "join" else None
+        found = file_contents(whole).items()
+        return {name: raw for name, raw in found if name != "prepare.json" and (wanted is None or name in wanted)}
 
     def written(self, out: Path) -> dict[str, bytes]:
         """Return the files that have a final name, notes of a run that is not over aside."""
@@ -188,7 +236,7 @@ def check_goes_on(bench: Bench, command: str, out: Path, url: str) -> None:
     assert not list(out.rglob("*.partial"))
 
 
-@pytest.mark.parametrize("command", ["plan", "prepare", "export", "verify", "fetch"])
+@pytest.mark.parametrize("command", ["plan", "prepare", "export", "verify", "fetch", "join"])
 def test_short_reads_and_writes_interruptions_and_steps_of_the_clock_change_nothing(
     bench: Bench, server: Server, tmp_path: Path, command: str
 ) -> None:
@@ -204,7 +252,9 @@ def test_short_reads_and_writes_interruptions_and_steps_of_the_clock_change_noth
         assert ": verified: " in done.stdout
 
 
-@pytest.mark.parametrize(("command", "status"), [("plan", 2), ("prepare", 2), ("export", 2), ("verify", 4)])
+@pytest.mark.parametrize(
+    ("command", "status"), [("plan", 2), ("prepare", 2), ("export", 2), ("verify", 4), ("join", 4)]
+)
 def test_a_read_that_fails_is_one_line(bench: Bench, tmp_path: Path, command: str, status: int) -> None:
     out = destination(bench, command, tmp_path)
     done = bench.run(command, bench.words(command, out), "read")
@@ -213,6 +263,23 @@ def test_a_read_that_fails_is_one_line(bench: Bench, tmp_path: Path, command: st
     assert all(re.match(r"tonnage: |.* jobs", line) for line in done.stderr.splitlines()), done.stderr
     if command in WRITING:
         assert bench.written(out).items() <= bench.expected(command).items()
+
+
+def test_a_read_that_fails_under_a_server_is_an_answer(bench: Bench) -> None:
+    words = [*COMMAND, "ui", bench.source, "--port", "0", "--no-browser", "--workers", "1"]
+    with subprocess.Popen(
+        list(map(str, words)), env=bench.environment("read"), stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().strip()
+            asked = {"checkpoint": {"path": str(bench.source)}, "tp": 2}
+            for _ in range(2):
+                answer = httpx2.post(f"{address}api/plan", json=asked)
+                assert (answer.status_code, answer.json()["schema"]) == (422, "tonnage.error/1")
+                assert "Input/output error" in answer.json()["problems"][0]["found"]
+        finally:
+            server.kill()
 
 
 @pytest.mark.parametrize("command", WRITING)
@@ -226,7 +293,9 @@ def test_a_disk_that_is_full_when_a_file_is_synced_is_one_line_and_gone_on_with(
     check_goes_on(bench, command, out, server.url)
 
 
-@pytest.mark.parametrize(("command", "megabytes"), [("plan", 48), ("export", 60), ("verify", 60), ("fetch", 60)])
+@pytest.mark.parametrize(
+    ("command", "megabytes"), [("plan", 48), ("export", 60), ("verify", 60), ("fetch", 60), ("join", 60)]
+)
 def test_memory_that_does_not_do_is_one_line(
     bench: Bench, server: Server, tmp_path: Path, command: str, megabytes: int
 ) -> None:
@@ -237,6 +306,60 @@ def test_memory_that_does_not_do_is_one_line(
         check_refused(done)
     if command in WRITING:
         assert bench.written(out).items() <= bench.expected(command).items()
+
+
+@contextmanager
+def memory_group(nbytes: int) -> Iterator[Path]:
+    """Make a control group whose processes may have so much memory, of version 2 or 1; skip where nobody lets us."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    groups = {name: path for _, names, path in (line.split(":", 2) for line in lines) for name in names.split(",")}
+    root = Path("/sys/fs/cgroup")
+    unified = [root / groups.get("", "/").lstrip("/"), (root / groups.get("", "/").lstrip("/")).parent]
+    places = [(place, "memory.max") for place in unified if "memory" in _text(place / "cgroup.subtree_control").split()]
+    if "memory" in groups:
+        old = root / "memory" / groups["memory"].lstrip("/")
+        places += [(place, "memory.limit_in_bytes") for place in (old, root / "memory")]
+    for place, limit in places:
+        group = place / f"tonnage-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / limit).write_text(str(nbytes))
+            if (group / "memory.swap.max").exists():
+                (group / "memory.swap.max").write_text("0")
+            yield group
+        finally:
+            group.rmdir()
+        return
+    pytest.skip("no control group of memory can be made by this user")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("command", "megabytes"),
+    [("plan", 20), ("prepare", 38), ("export", 34), ("verify", 25), ("fetch", 45), ("join", 34)],
+)
+def test_a_control_group_without_memory_ends_it_and_the_next_run_goes_on(
+    bench: Bench, server: Server, tmp_path: Path, command: str, megabytes: int
+) -> None:
+    """The kernel kills a process of it: a worker, which is one line, or the command, which cannot say anything."""
+    out = destination(bench, command, tmp_path)
+    words = bench.words(command, out, server.url)
+    with memory_group(megabytes << 20) as group:
+        done = bench.run(command, words, preexec_fn=lambda: (group / "cgroup.procs").write_text("0"))
+    assert done.returncode
+    if done.returncode != -signal.SIGKILL:
+        check_refused(done)
+    if command in WRITING:
+        check_goes_on(bench, command, out, server.url)
 
 
 @pytest.mark.parametrize("command", WRITING)
@@ -255,16 +378,16 @@ def test_an_output_that_may_not_be_written_is_one_line(
     assert file_contents(out) == (file_contents(bench.prepared) if command == "export" else {})
 
 
-@pytest.mark.parametrize("command", ["plan", "prepare", "verify"])
+@pytest.mark.parametrize("command", ["plan", "prepare", "verify", "join"])
 def test_a_file_that_may_not_be_read_is_named(bench: Bench, tmp_path: Path, command: str) -> None:
     directory = bench.package / "weights" / "tp2" / "rank-0" if command == "verify" else bench.source
-    path = next(directory.glob("*.safetensors"))
+    path = bench.package / "plan.json" if command == "join" else next(directory.glob("*.safetensors"))
     path.chmod(0)
     try:
         done = bench.run(command, bench.words(command, tmp_path / "out"), preexec_fn=without_privilege)
     finally:
         path.chmod(0o644)
-    check_refused(done, 4 if command == "verify" else 2)
+    check_refused(done, 4 if command in {"verify", "join"} else 2)
     assert f"{path.name}: " in done.stderr
     assert "Permission denied" in done.stderr
     assert not (tmp_path / "out").exists()
@@ -340,11 +463,64 @@ def test_a_command_that_writes_nothing_ends_without_a_word(bench: Bench, command
     assert (process.returncode, said) == (-signal.SIGINT, "")
 
 
+STOPS = {
+    "Ctrl-C": (signal.SIGINT, 130, "tonnage: interrupted; run the same command again to resume"),
+    "SIGTERM": (signal.SIGTERM, 143, "tonnage: terminated; run the same command again to resume"),
+}
+
+
+@pytest.mark.parametrize("place", [1, 4])
+@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
+@pytest.mark.parametrize("command", WRITING)
+def test_a_signal_while_files_get_their_names_is_one_line_and_gone_on_from(
+    bench: Bench, server: Server, tmp_path: Path, command: str, stop: tuple[int, int, str], place: int
+) -> None:
+    out, (number, status, line) = destination(bench, command, tmp_path), stop
+    done = bench.run(command, bench.words(command, out, server.url), "signal", at=(number, place))
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (status, [line]), done.stderr
+    assert not list(out.rglob("*.partial"))
+    check_goes_on(bench, command, out, server.url)
+
+
+def test_joining_that_is_killed_anywhere_is_no_package_until_it_is_whole(bench: Bench, tmp_path: Path) -> None:
+    for place in range(1, 100):
+        out = tmp_path / f"out-{place}"
+        done = bench.run("join", bench.words("join", out), "signal", at=(signal.SIGKILL, place))
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL
+        assert ("model.sig" in bench.written(out)) == (bench.written(out) == bench.expected("join"))
+        check_goes_on(bench, "join", out, "")
+    assert place > 2 * len(DOCUMENTS)
+
+
+def test_of_two_joins_into_one_directory_the_second_is_refused(bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with alone(out):
+        check_refused(bench.run("join", bench.words("join", out)))
+    assert bench.written(out) == {}
+    check_goes_on(bench, "join", out, "")
+
+
 @pytest.mark.parametrize("command", ["verify", "fetch"])
 def test_a_thread_that_cannot_be_had_is_one_line(bench: Bench, server: Server, tmp_path: Path, command: str) -> None:
     done = bench.run(command, bench.words(command, tmp_path / "out", server.url), "threads")
     check_refused(done)
     assert done.stderr == "tonnage: threads: the system lets no more be started\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [("serve", "tonnage: vllm: cannot be started"), ("ui", "tonnage: --workers: cannot be started")],
+)
+def test_an_engine_or_a_worker_that_cannot_be_started_is_one_line(
+    bench: Bench, tmp_path: Path, command: str, line: str
+) -> None:
+    done = bench.run(command, bench.words(command, tmp_path / "out"), "processes")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == f"{line}; found Resource temporarily unavailable", done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_without_any_place_to_write_a_plan_of_a_server_is_made(bench: Bench, tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_two_exports_are_never_at_work_at_once(package: Path, other: Signer) -> 
     descriptor = os.open(package, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
-        assert "another export or fetch is at work here" in refused(package, other)
+        assert "another export, fetch or join is at work here" in refused(package, other)
     finally:
         os.close(descriptor)
     assert export_package(package, other, OPTIONS).changed

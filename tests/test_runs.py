@@ -29,6 +29,7 @@ class Bytes:
     """A file in memory that counts how many read it at once."""
 
     facts = FACTS
+    state = ""
 
     def __init__(self, content: bytes = CONTENT, fails_at: int | None = None) -> None:
         self.content, self.fails_at = content, fails_at

@@ -37,7 +37,7 @@ from tonnage.serve import io
 from tonnage.serve.log import EARLIER, LOG, RECENT, BoundedLog
 from tonnage.serve.outcome import Outcome
 from tonnage.serve.source import open_served
-from tonnage.serve.words import Address, Program, engine_environment, engine_words
+from tonnage.serve.words import Address, Program, engine_environment, engine_words, masked, unsaid
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
 SMALL = {**LLAMA, "num_key_value_heads": 4, "vocab_size": 320}
@@ -275,6 +275,39 @@ def test_an_engine_that_will_not_end_is_killed_with_its_workers(machine: Machine
     until(machine.nothing_runs)
 
 
+def test_a_worker_in_a_session_of_its_own_ends_with_the_engine(machine: Machine, package: Path):
+    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"]) as other:
+        done = machine.serve(package, "--check", mode="scatters")
+        assert done.exit_code == 0
+        assert machine.nothing_runs()
+        assert other.poll() is None
+        other.kill()
+
+
+def test_keys_are_passed_on_and_neither_shown_nor_kept(machine: Machine, package: Path):
+    secrets = ("sesame-1", "sesame-2", "hf_sesame")
+    extra = ("--seed", "7", "--api-key", *secrets[:2], f"--hf_token={secrets[2]}")
+    done = machine.serve(package, "--check", "--json", "--show-log", "--", *extra)
+
+    assert done.exit_code == 0
+    assert machine.started["words"][-6:] == list(extra)
+    kept = "".join(path.read_text() for path in machine.run.iterdir() if path.name != LOG)
+    for secret in secrets:
+        assert secret not in done.output + kept
+    shown = ["--seed", "7", "--api-key", "***", "***", "--hf_token=***"]
+    assert json.loads(done.stdout)["words"][-6:] == shown
+    assert done.stderr.count(" ".join(shown)) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--api-k", "abcd"], ["--other.secret=abcd"], ["--ssl-password", "abcd", "efgh"], ["--AUTH_TOKEN", "abcd"]],
+)
+def test_what_is_called_a_secret_is_one_shortened_or_not(words: list[str]):
+    assert "abcd" not in " ".join(masked(words))
+    assert unsaid("the key abcd is wrong", words) == "the key *** is wrong"
+
+
 def test_a_flood_fills_no_disk_and_hides_no_figure(machine: Machine, package: Path):
     done = machine.serve(package, "--check", "--log-limit", "512KiB", mode="floods")
 
@@ -492,6 +525,12 @@ def test_a_place_that_is_taken_is_refused(machine: Machine, package: Path, tmp_p
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").touch()
     assert "full: not empty" in machine.refusal(package, "--run", tmp_path / "full")
+
+
+def test_a_run_that_cannot_be_kept_is_refused(machine: Machine, package: Path):
+    (machine.folder / "file").write_text("")
+    machine.run = machine.folder / "file" / "run"
+    assert machine.refusal(package) == f"{machine.run}: cannot be made; found Not a directory"
 
 
 def test_no_engine_is_one_line(machine: Machine, package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -13,12 +13,15 @@ import pytest
 
 from samples import write_shards
 from tonnage.errors import CheckpointError, SourceError
+from tonnage.sources import parallel
 from tonnage.sources import shelf as shelves
 from tonnage.sources.addresses import is_remote, open_source, split_file
 from tonnage.sources.answers import Asked, read_head, retry_after
+from tonnage.sources.connections import Connection, Origin
+from tonnage.sources.limits import Limits
 from tonnage.sources.local import LocalSource
 from tonnage.sources.model import FileFacts
-from tonnage.sources.parallel import in_order
+from tonnage.sources.parallel import GrowthLimit, in_order, waited
 from tonnage.sources.shelf import Listing, Shelf
 
 FACTS = FileFacts(name="a", nbytes=100, version="etag 1")
@@ -256,3 +259,54 @@ def test_a_head_that_lies_is_refused(status: int, headers: dict[str, str]) -> No
 )  # fmt: skip
 def test_how_long_a_server_wants_to_be_left_alone(text: str, seconds: float | None) -> None:
     assert retry_after({"retry-after": text}, 10.0) == seconds
+
+
+def test_an_answer_that_takes_memory_without_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = iter(range(100 << 20, 10 << 30, 40 << 20))
+    monkeypatch.setattr(parallel, "_peak_bytes", lambda: next(peaks))
+    over = threading.Event()
+    try:
+        with pytest.raises(SourceError) as refused:
+            waited(lambda: over.wait(30), GrowthLimit("s3://b/m", 20, 64 << 20))
+    finally:
+        over.set()
+    assert str(refused.value) == "s3://b/m: an answer without end; expected at most 67108864 bytes"
+
+
+def test_a_limit_of_memory_is_one_of_time_too_and_counts_what_this_process_really_takes() -> None:
+    before = parallel._peak_bytes()
+    held = bytes(32 << 20)
+    assert parallel._peak_bytes() >= before >= len(held) // 4
+    with pytest.raises(SourceError, match="too slow; expected everything within 0 s"):
+        waited(lambda: time.sleep(1), GrowthLimit("s3://b/m", 0.1, 1 << 40))
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        Listing(files={"../a": FileFacts(name="../a", nbytes=1, version="v")}),
+        Listing(files={"a": FileFacts(name="a", nbytes=-1, version="v")}),
+        Listing(files={}, folders=("a\x1b[2J",)),
+    ],
+    ids=["leaves", "less than nothing", "obeyed by terminals"],
+)
+def test_a_kept_listing_that_no_source_has_counts_as_absent(tmp_path: Path, listing: Listing) -> None:
+    shelf = Shelf("key", tmp_path)
+    shelf.put_listing(Listing(files={"a": FACTS}))
+    assert shelf.listing() is not None
+    shelf.put_listing(listing)
+    assert shelf.listing() is None
+
+
+def test_a_proxy_whose_host_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://a\x0cb:80")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with pytest.raises(SourceError, match="https_proxy: a proxy of another kind"):
+        Connection(Origin("https", "example.com", 443), Limits())
+
+
+@pytest.mark.parametrize("address", ["hf:org/name-", "hf:org/name.", "hf:org/a--b"])
+def test_a_name_the_hub_has_not_is_no_address(address: str) -> None:
+    with pytest.raises(SourceError, match="not an address on the hub"):
+        open_source(address, limits=Limits(offline=True))

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 
@@ -132,6 +132,18 @@ def test_a_connection_that_asks_nothing_does_not_keep_its_place(place):
                 while client.recv(1 << 16):
                     continue
         assert httpx2.get(f"{address}api/gpus").status_code == 200
+
+
+def test_more_connections_than_may_be_are_asked_to_come_back(place):
+    with impatient(place, "MOST_CONNECTIONS = 2") as (address, _), ExitStack() as held:
+        for _ in range(2):
+            held.enter_context(socket.create_connection(endpoint(address), timeout=20))
+        time.sleep(0.2)
+        answer = httpx2.get(f"{address}api/gpus")
+        held.close()
+        assert httpx2.get(f"{address}api/gpus").status_code == 200
+    assert (answer.status_code, answer.json()["problems"][0]["what"]) == (503, "too many connections")
+    assert (answer.headers["retry-after"], answer.headers["x-content-type-options"]) == ("1", "nosniff")
 
 
 def test_an_answer_that_nobody_takes_does_not_keep_its_place(place):

@@ -19,7 +19,7 @@ from tonnage.ui import app as application
 from tonnage.ui.app import make_app
 from tonnage.ui.examples import EXAMPLES
 from tonnage.ui.messages import Question
-from tonnage.ui.pool import BusyError, GoneError, Pool, TookTooLongError, WorkerEndedError
+from tonnage.ui.pool import BusyError, GoneError, Pool, TookTooLongError, WorkerEndedError, WorkerKilledError
 from tonnage.ui.settings import Settings
 
 GPUS = Question("gpus", b"")
@@ -94,7 +94,7 @@ def test_a_worker_that_ends_is_replaced(caplog):
         await asyncio.sleep(0.05)
         (pid,) = children() - others
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkerEndedError):
+        with pytest.raises(WorkerKilledError):
             await asked
         return (await pool.ask(GPUS)).status
 
@@ -157,7 +157,13 @@ def test_a_worker_has_so_much_memory_and_no_more():
     assert json.loads(answer.content)["problems"][0]["what"] == "too large to be planned here"
 
 
-STATUSES = {BusyError(): 503, TookTooLongError(): 504, WorkerEndedError(): 500, GoneError(): 499}
+STATUSES = {
+    BusyError(): 503,
+    TookTooLongError(): 504,
+    WorkerEndedError(): 500,
+    WorkerKilledError(): 503,
+    GoneError(): 499,
+}
 
 
 @pytest.mark.parametrize(("error", "status"), STATUSES.items(), ids=lambda one: type(one).__name__)

@@ -85,6 +85,13 @@ def test_a_file_too_much_is_refused(copy: Path):
     assert refusal(copy) == f"{RANK}/more.safetensors: not of this package"
 
 
+@pytest.mark.parametrize("place", ["weights", "weights/tp2", RANK, f"{RANK}/model.safetensors.index.json"])
+def test_a_link_is_not_followed(copy: Path, tmp_path: Path, place: str):
+    (copy / place).rename(tmp_path / "elsewhere")
+    (copy / place).symlink_to(tmp_path / "elsewhere")
+    assert refusal(copy) == f"{place}: a link; expected what was written there itself"
+
+
 def test_an_incomplete_preparation_is_refused(copy: Path):
     (copy / "prepare.json").unlink()
     assert "preparation is not complete" in refusal(copy)

@@ -27,7 +27,7 @@ from blake3 import blake3
 
 from tonnage.errors import TonnageError
 from tonnage.formats.dtypes import payload_bytes
-from tonnage.prepare.io import NewFile, PrepareError, source_facts
+from tonnage.prepare.io import NewFile, PrepareError, source_facts, source_states
 from tonnage.prepare.jobs import Job, OutputFile, OutputTensor, SourceFile, SourceTensor, Step, Take, WholeFile
 from tonnage.prepare.journal import SourceDigest
 from tonnage.prepare.layout import header_bytes
@@ -95,13 +95,16 @@ def one_tensor_job(
 
 
 def task_of(job: Job, setup: Setup) -> Task:
-    facts = source_facts(open_source(setup.address), [SHARD])[0]
-    return Task(number=3, work=job, source=facts, headers=tuple(map(header_bytes, job.outputs)))
+    source = open_source(setup.address)
+    (facts,), states = source_facts(source, [SHARD]), source_states(source, [SHARD])
+    headers = tuple(map(header_bytes, job.outputs))
+    return Task(number=3, work=job, source=facts, headers=headers, state=states[SHARD])
 
 
 def digest_task(setup: Setup) -> Task:
-    facts = source_facts(open_source(setup.address), [SHARD])[0]
-    return Task(number=7, work=SourceFile(name=SHARD), source=facts)
+    source = open_source(setup.address)
+    (facts,), states = source_facts(source, [SHARD]), source_states(source, [SHARD])
+    return Task(number=7, work=SourceFile(name=SHARD), source=facts, state=states[SHARD])
 
 
 def nothing(_nbytes: int) -> None:
@@ -384,9 +387,31 @@ def make_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def put_another(path: Path) -> None:
+    """Put another file of the same size and time in its place."""
+    raw, times = path.read_bytes(), path.stat()
+    path.rename(path.with_suffix(".before"))
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def write_over(path: Path) -> None:
+    """Change a byte of it, and give it the time it had."""
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "shorter": (shorten, "changed since it was planned; expected .* bytes"),
     "touched": (touch, "changed since it was planned; expected .*mtime"),
+    "another of its size and time": (
+        put_another,
+        "changed since it was planned; .* another file of this size and time",
+    ),
+    "written over, its time put back": (write_over, "changed since it was planned; .* or one that was written to"),
     "gone": (Path.unlink, "cannot be read"),
     "a pipe": (make_pipe, "not a regular file"),
 }

@@ -96,16 +96,24 @@ def unfinished(s3: Any, prefix: str) -> list[str]:
     return [one["Key"] for one in found if one["Key"].startswith(f"{prefix}/")]
 
 
-def killed_when(reached: Callable[[], bool], *words: object) -> bool:
-    """Run the command until something is reached, and kill it and its workers then; say whether it was."""
-    process = subprocess.Popen([*COMMAND, *map(str, words)], start_new_session=True, stdout=-3, stderr=-3)
+def killed_when(reached: Callable[[], bool], *words: object, number: int = signal.SIGKILL) -> bool:
+    """Run the command until something is reached, and end it and its workers then; say whether it was."""
+    process = subprocess.Popen([*COMMAND, *map(str, words)], start_new_session=True, stdout=-3, stderr=-1, text=True)
     while process.poll() is None:
         if reached():
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            os.killpg(process.pid, number)
+            _, said = process.communicate()
+            if number != signal.SIGKILL:
+                assert (process.returncode, said.splitlines()[-1]) == ENDED[number]
             return True
         time.sleep(0.003)
     return False
+
+
+ENDED = {
+    signal.SIGINT: (130, "tonnage: interrupted; run the same command again to resume"),
+    signal.SIGTERM: (143, "tonnage: terminated; run the same command again to resume"),
+}
 
 
 def test_a_plan_of_a_store_is_that_of_the_directory(source: tuple[str, Path]) -> None:
@@ -164,17 +172,20 @@ def test_a_package_goes_to_a_store_and_comes_back(
     assert (again["sent_bytes"], again["found_bytes"]) == (0, total)
 
 
-@pytest.mark.parametrize("there", [1, 3, 5, 8])
+@pytest.mark.parametrize(
+    ("there", "number"),
+    [*((there, signal.SIGKILL) for there in (1, 3, 5, 8)), (1, signal.SIGINT), (3, signal.SIGTERM)],
+)
 def test_killed_while_it_sends_there_is_no_package_and_the_next_run_sends_the_rest(
-    s3: Any, package: Path, keys: tuple[Path, Path], there: int
+    s3: Any, package: Path, keys: tuple[Path, Path], there: int, number: int
 ) -> None:
-    prefix = f"killed-{there}"
+    prefix = f"killed-{there}-{number}"
     words = ["export", package, "--key", keys[0], "--to", f"s3://{BUCKET}/{prefix}", "--json"]
 
     def reached() -> bool:
         return s3.list_objects_v2(Bucket=BUCKET, Prefix=f"{prefix}/")["KeyCount"] >= there
 
-    assert killed_when(reached, *words) or there == 8
+    assert killed_when(reached, *words, number=number) or there == 8
     whole = file_contents(package)
     left = objects(s3, prefix)
     assert left.items() <= whole.items()

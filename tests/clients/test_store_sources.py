@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -159,6 +160,24 @@ def test_a_listing_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch, obje
     with serving(answer) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         assert refusal("s3://models/m", limits) == "s3://models/m: too slow; expected everything within 1 s"
+
+
+def test_a_page_of_a_listing_without_end_takes_no_memory_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tonnage.sources.store.LISTING_BYTES", 64 << 20)
+    over = threading.Event()
+
+    def answer(handler: Any, seen: Seen) -> None:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while not over.is_set() and seen.nbytes < 4 << 30:
+            seen.nbytes += handler.wfile.write(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+
+    with serving(answer) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        try:
+            said = refusal("s3://models/m", Limits(attempts=1, connect_seconds=1, total_seconds=60))
+        finally:
+            over.set()
+    assert said == "s3://models/m: an answer without end; expected at most 67108864 bytes"
 
 
 @contextmanager

@@ -46,6 +46,29 @@ def main() -> None:
         _write("signature", _certified(place))
         document = measurement_document(measure_packages([prepared]), date="2026-01-31")
         _write("measurement", {"small.json": json.dumps(document).encode()})
+        _write_by_rank(place, private)
+
+
+def _write_by_rank(place: Path, private: Path) -> None:
+    """Write the documents of packages of one rank each, and all of a package of one rank but its weights."""
+    for rank in (0, 1):
+        part = prepare_small(place / "source", place / f"part-{rank}", ranks=(rank,))
+        run("export", part, "--key", private, "--date", "2026-01-31", "--name", "small")
+        _write("joined", {f"{rank}-{name}": (part / name).read_bytes() for name in (MANIFEST, PLAN, PROVENANCE)})
+    whole = prepare_small(place / "source", place / "whole", tp=1)
+    summary = (whole / SUMMARY).read_bytes()
+    run("export", whole, "--key", private, "--date", "2026-01-31")
+    documents = (MANIFEST, SIGNATURE, PROVENANCE, PLAN)
+    weights, index = sorted((whole / "weights" / "tp1" / "rank-0").iterdir())
+    head = weights.read_bytes()
+    contents = [
+        *((whole / name).read_bytes() for name in documents),
+        summary,
+        (whole / "config.json").read_bytes(),
+        head[: 8 + int.from_bytes(head[:8], "little")],
+        index.read_bytes(),
+    ]
+    _write("rank_directory", {f"{number}": raw for number, raw in enumerate(contents)})
 
 
 def _write(target: str, contents: dict[str, bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -77,13 +78,13 @@ def each(read: Callable[[T], object], inputs: Iterable[T]) -> None:
 
 
 def directory(contents: Mapping[str, bytes]) -> Path:
-    """Return a directory of these files and no others; an empty one is left out."""
+    """Return a directory of these files, at any depth, and no others; an empty one is left out."""
     place = _place() / "directory"
-    place.mkdir(exist_ok=True)
-    for path in place.iterdir():
-        path.unlink()
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
     for name, raw in contents.items():
         if raw:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).write_bytes(raw)
     return place
 

@@ -111,6 +111,10 @@ for command in COMMANDS:
 app.add_typer(calibrations, name="calibrations")
 
 
+_NOT_MAPPED = ("failed to map segment", "cannot map zero-fill pages", ": Cannot allocate memory")
+"""What the loader of libraries says where there is no memory for one."""
+
+
 def main() -> None:
     """Run the command; a refusal is printed on stderr, one line per problem, and exits with 2, or with its own status.
 
@@ -130,7 +134,9 @@ def main() -> None:
         if (name := (error.name or "").partition(".")[0]) not in _OF_EXTRAS:
             raise
         _refuse(f"{name} is not installed; it comes with `pip install '{_OF_EXTRAS[name]}'`")
-    except MemoryError:
+    except (ImportError, MemoryError) as error:
+        if isinstance(error, ImportError) and not any(words in str(error) for words in _NOT_MAPPED):
+            raise
         _refuse("memory: not enough for this process")
     except RuntimeError as error:
         if "can't start new thread" not in str(error):

@@ -96,6 +96,7 @@ def export(
     Example: tonnage export prepared --key key.pem --profile c4-p4096
     """
     from tonnage.checkpoint.io import read_json
+    from tonnage.cli.interruption import interruptible
     from tonnage.export.io import export_package, read_added
     from tonnage.export.manifest import PackageError
     from tonnage.export.naming import check_name
@@ -125,7 +126,7 @@ def export(
     by_key = key_of(key, certificate, chain or [], password_env)
     signer = load_signer(_only(by_key, _sigstore(sigstore, identity_token_env, trust_config)))
     objects = _objects(to, force=force, check=check)
-    with progress() as show:
+    with interruptible(), progress() as show:
         exported = export_package(directory, signer, options, into=into, on_progress=later(show))
     uploaded = None if objects is None else _upload(exported.path, objects, force=force, check=check)
     if as_json:

@@ -53,6 +53,7 @@ def join(
 
     Example: tonnage join from-a from-b --part-key hosts.pub.pem --key release.pem -o joint
     """
+    from tonnage.cli.interruption import interruptible, system_errors
     from tonnage.export.joining import join_parts
     from tonnage.export.parts import read_part, write_documents
     from tonnage.export.sign import load_signer
@@ -60,11 +61,12 @@ def join(
 
     by_key = key_of(key, certificate, chain or [], password_env)
     assert by_key is not None  # the option is required
-    signer = load_signer(by_key)
-    trusts = tuple(PublicKey(path=path) for path in part_key)
-    found = [read_part(part, trusts) for part in parts]
-    package = join_parts(found, name=name)
-    changed = write_documents(output, package, signer.sign(package.signed))
+    with interruptible(), system_errors(output):
+        signer = load_signer(by_key)
+        trusts = tuple(PublicKey(path=path) for path in part_key)
+        found = [read_part(part, trusts) for part in parts]
+        package = join_parts(found, name=name)
+        changed = write_documents(output, package, signer.sign(package.signed))
     if as_json:
         emit_json(_document(found, package, output, signer, changed=changed))
     else:

@@ -117,7 +117,7 @@ def serve(
     from tonnage.serve.log import limit_of
     from tonnage.serve.run import Launch, run_engine
     from tonnage.serve.source import open_served
-    from tonnage.serve.words import Address, engine_words
+    from tonnage.serve.words import Address, engine_words, unsaid
 
     trust = step.trusted(key, certificate_chain, identity, issuer, trust_config, unsigned=unsigned, fast=fast)
     words, log_bytes = step.extra_words(extra), limit_of(log_limit)
@@ -169,5 +169,6 @@ def serve(
             save=save, as_json=as_json,
         )  # fmt: skip
         session.begin()
-        ran = run_engine(launch, session.ready, (lambda line: note(one_line(line))) if show_log else None)
+        show = (lambda line: note(one_line(unsaid(line, launched)))) if show_log else None
+        ran = run_engine(launch, session.ready, show)
     raise typer.Exit(session.end(ran))

@@ -17,6 +17,7 @@ from tonnage.prepare.documents import PLAN
 from tonnage.prepare.io import write_whole
 from tonnage.report.observation import excesses, observation_record
 from tonnage.serve.outcome import Outcome, cache_shortfall
+from tonnage.serve.words import masked, unsaid
 
 if TYPE_CHECKING:
     from tonnage.api import PlanRequest
@@ -60,7 +61,7 @@ class Session:
         """Keep plan and command, and say what is started on what."""
         directory, supply = self.launch.directory, self.plan.supply
         assert supply is not None
-        words = list(self.launch.words)
+        words = list(masked(self.launch.words))
         write_whole(directory / PLAN, json_text(self.document).encode() + b"\n")
         write_whole(directory / COMMAND, json.dumps({"words": words}, indent=2).encode() + b"\n")
         if not self.verified:
@@ -94,7 +95,7 @@ class Session:
         if ran.end in ("died", "late") and not ran.ready:
             contradicts = self._refused()
         for line in ran.last_lines:
-            note(f"engine: {one_line(line)}")
+            note(f"engine: {one_line(unsaid(line, self.launch.words))}")
         match ran.end:
             case "died":
                 note(f"tonnage: the engine ended by itself, {_ended(ran.engine_code)}; log: {self._log}")
@@ -174,7 +175,7 @@ class Session:
             "supply": {"basis": supply.basis, "source": supply.source},
             "model": address.name,
             "url": address.url,
-            "words": list(self.launch.words),
+            "words": list(masked(self.launch.words)),
             "directory": str(self.launch.directory),
             "ready_seconds": round(seconds, 3),
         }

@@ -178,13 +178,15 @@ def alone(directory: Path) -> Iterator[int]:
     """Keep others out and yield the directory's descriptor; the lock is on the directory: no file shows it.
 
     Raises:
-        PrepareError: Another export or fetch is at work.
+        PrepareError: Another export, fetch or join is at work.
     """
     with _opened_root(directory) as root:
         try:
             fcntl.flock(root, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise PrepareError(Problem(where=str(directory), what="another export or fetch is at work here")) from None
+            raise PrepareError(
+                Problem(where=str(directory), what="another export, fetch or join is at work here")
+            ) from None
         except OSError:  # some file systems lock no directories; the lock of preparations is still to come
             pass
         yield root

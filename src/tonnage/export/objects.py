@@ -14,9 +14,9 @@ from tonnage.errors import Problem, SourceError
 from tonnage.export.manifest import PackageError
 from tonnage.export.unfinished import abort_unfinished
 from tonnage.sources.limits import Limits
-from tonnage.sources.parallel import TimeLimit, waited
+from tonnage.sources.parallel import waited
 from tonnage.sources.remote import MOST_FILES
-from tonnage.sources.store import new_store, plain_address, said
+from tonnage.sources.store import listing_limit, new_store, plain_address, said
 
 DIGEST = "tonnage-digest"
 """Metadata of an object: algorithm and digest of what was sent."""
@@ -60,7 +60,7 @@ class Objects:
         Raises:
             SourceError: The store cannot be reached, or refuses, or there are too many.
         """
-        limit = TimeLimit(self.address, self._limits.total_seconds)  # a listing may be without end
+        limit = listing_limit(self.address, self._limits)
         with self._asking(""):
             return waited(self._listed, limit)
 

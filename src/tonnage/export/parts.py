@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 from tonnage.errors import PlacementError, Problem, one_line, raise_if_any
 from tonnage.export.agreement import document_problems, read_package_plan, read_provenance
 from tonnage.export.hashing import ReadRefusedError, digest_of, read_whole
-from tonnage.export.io import holds
+from tonnage.export.io import alone, holds
 from tonnage.export.joining import Part
 from tonnage.export.manifest import MANIFEST_LIMIT_BYTES, Manifest, PackageError, parse_manifest
 from tonnage.export.package import Package
@@ -19,6 +19,7 @@ from tonnage.export.statement import Signed
 from tonnage.export.verify import VerifyError, VerifyRequest, opened_package, scope_of, signature_in, signed_manifest
 from tonnage.prepare.documents import PACKAGE_DOCUMENTS, PLAN, PROVENANCE, SIGNATURE
 from tonnage.prepare.io import write_whole
+from tonnage.prepare.output_dir import make_parents, remove_partials
 
 
 def read_part(directory: Path, trusts: Sequence[Trust]) -> Part:
@@ -49,15 +50,21 @@ def write_documents(directory: Path, package: Package, signature: bytes) -> bool
 
     Raises:
         PackageError: The directory holds anything else, another joined package included.
-        PrepareError: They cannot be written.
+        PrepareError: They cannot be written, or another join is at work there.
     """
     documents = {**{name: package.documents[name] for name in PACKAGE_DOCUMENTS}, SIGNATURE: signature}
-    foreign = sorted({path.name for path in directory.iterdir()} - documents.keys()) if directory.exists() else []
+    make_parents(directory, SIGNATURE)
+    with alone(directory):
+        return _write(directory, documents)
+
+
+def _write(directory: Path, documents: Mapping[str, bytes]) -> bool:
+    remove_partials(directory, documents)
+    foreign = sorted({path.name for path in directory.iterdir()} - documents.keys())
     if foreign:
         expected = f"a new or an empty directory, or one of {', '.join(documents)}"
         found = ", ".join(map(one_line, foreign[:10]))
         raise PackageError(Problem(where=str(directory), what="output is in use", expected=expected, found=found))
-    directory.mkdir(parents=True, exist_ok=True)
     missing = [name for name, raw in documents.items() if not holds(directory / name, raw)]
     if missing and (directory / SIGNATURE).exists():  # written last, so what is there is whole
         raise PackageError(

@@ -250,7 +250,9 @@ class _Tasks:
             if attempt is None:
                 break
             attempt.node = node
-            named = replace(attempt.task, attempt=secrets.token_hex(8))
+            named = replace(
+                attempt.task, attempt=secrets.token_hex(8), state=""
+            )  # of this machine, and that is another
             stream = self._task.options(**self._needs, scheduling_strategy=self._on(node)).remote(named, self._setup)
             self._running[stream] = attempt
         return bool(self._running)

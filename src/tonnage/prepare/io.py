@@ -95,9 +95,27 @@ def _opened_facts(source: Source, name: str) -> FileFacts:
         return file.facts
 
 
+def source_states(source: Source, names: Iterable[str]) -> dict[str, str]:
+    """Return what tells files of this machine from others of the same size and time; nothing of what is elsewhere.
+
+    Raises:
+        PrepareError: A file is missing or no regular file.
+    """
+    states = {}
+    for name in sorted(names) if source.transfer is None else ():
+        with source.opened(name, kind=PrepareError) as file:
+            states[name] = file.state
+    return states
+
+
 @contextmanager
-def opened_source(source: Source, expected: FileFacts) -> Iterator[SourceFile]:
+def opened_source(source: Source, expected: FileFacts, state: str = "") -> Iterator[SourceFile]:
     """Open a source file that must be the one expected, when it is opened and when all was read.
+
+    Args:
+        source: Where.
+        expected: Its facts.
+        state: As :func:`source_states` says it, if that is to be compared.
 
     Raises:
         PrepareError: It is missing, no regular file (a pipe is never opened), or changed.
@@ -105,8 +123,10 @@ def opened_source(source: Source, expected: FileFacts) -> Iterator[SourceFile]:
     """
     with source.opened(expected.name, kind=PrepareError, sequential=True) as file:
         _check_same(expected, file.facts)
+        _check_state(expected, state, file)
         yield file
         _check_same(expected, file.current_facts())
+        _check_state(expected, state, file)
 
 
 def source_digests(name: Hash, facts: FileFacts) -> tuple[Digest, ...]:
@@ -133,6 +153,12 @@ def _check_same(expected: FileFacts, found: FileFacts) -> None:
     if (expected.nbytes, expected.version) != (found.nbytes, found.version):
         what, then, now = "changed since it was planned", shown(expected), shown(found)
         raise PrepareError(Problem(where=expected.name, what=what, expected=then, found=now))
+
+
+def _check_state(expected: FileFacts, state: str, file: SourceFile) -> None:
+    if state and file.state != state:
+        what, found = "changed since it was planned", "another file of this size and time, or one that was written to"
+        raise PrepareError(Problem(where=expected.name, what=what, expected=shown(expected), found=found))
 
 
 def shown(facts: FileFacts) -> str:

@@ -54,6 +54,7 @@ class Task:
         source: The source file as planned; ``None`` if the content is at hand.
         headers: First bytes of every output of the jobs, in their order.
         attempt: Tells this attempt at it from others, where one may outlive its run.
+        state: Of the source file, see :func:`tonnage.prepare.io.source_states`; empty where another machine reads it.
     """
 
     number: int
@@ -61,6 +62,7 @@ class Task:
     source: FileFacts | None
     headers: tuple[bytes, ...] = ()
     attempt: str | None = None
+    state: str = ""
 
     @property
     def tag(self) -> str:

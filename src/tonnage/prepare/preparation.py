@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tonnage.errors import Problem
 from tonnage.prepare.checks import check_destination
-from tonnage.prepare.io import PrepareError, source_facts
+from tonnage.prepare.io import PrepareError, source_facts, source_states
 from tonnage.prepare.jobs import Schedule, ShardPass, SourceFile, Work, jobs_of
 from tonnage.prepare.journal import Identity
 from tonnage.prepare.layout import header_bytes
@@ -32,6 +32,7 @@ class Preparation:
         planned_bytes: Weight bytes of every prepared rank, as planned.
         workers: How many processes of this machine; none where a cluster does the work.
         plan: The document of the plan it is of; goes into the summary.
+        states: Of the source files on this machine, by name; not recorded.
     """
 
     schedule: Schedule
@@ -42,6 +43,7 @@ class Preparation:
     planned_bytes: dict[int, int]
     workers: int
     plan: Mapping[str, Any] | None = None
+    states: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def memory_bytes(self) -> int:
@@ -107,6 +109,7 @@ def make_preparation(  # noqa: PLR0913 - all that a preparation is of
         planned_bytes=planned_bytes,
         workers=max(1, min(wanted, len(survey.tasks))),
         plan=plan,
+        states=source_states(source, facts),
     )
 
 
@@ -118,7 +121,8 @@ def make_tasks(preparation: Preparation, sizes: Iterable[TaskSize]) -> Iterator[
         work = _work_of(schedule, size)
         headers = tuple(header_bytes(output) for job in jobs_of(work) for output in job.outputs)
         source = None if size.source is None else facts[size.source]
-        yield Task(number=size.number, work=work, source=source, headers=headers)
+        state = preparation.states.get(size.source or "", "")
+        yield Task(number=size.number, work=work, source=source, headers=headers, state=state)
 
 
 def _work_of(schedule: Schedule, size: TaskSize) -> Work:

@@ -17,6 +17,7 @@ from tonnage.prepare.io import PrepareError
 
 WHERE = "--executor ray"
 _KNOCK_SECONDS = 10
+_LAST_PORT, _PORT_DIGITS = (1 << 16) - 1, 5
 
 
 @contextmanager
@@ -53,15 +54,29 @@ def _connect(ray: Any, address: str) -> None:
         raise PrepareError(Problem(where=f"--address {address}", what=what, expected=expected, found=found)) from error
 
 
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Return what an address says whom to connect to; ``None`` where Ray knows by other means.
+
+    Raises:
+        PrepareError: There is no such port.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()):
+        return None
+    if len(port) > _PORT_DIGITS or int(port) > _LAST_PORT:
+        raise PrepareError(Problem(where="--address", what="no port", expected=f"at most {_LAST_PORT}", found=address))
+    return host.strip("[]"), int(port)
+
+
 def _knock(address: str) -> None:
     """Find out in seconds that nobody is there: Ray tries for minutes, and ends the process then.
 
     Raises:
         OSError: As said.
+        PrepareError: There is no such port.
     """
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
+    if place := host_and_port(address):
+        socket.create_connection(place, timeout=_KNOCK_SECONDS).close()
 
 
 class Signals:

@@ -213,7 +213,7 @@ def cuts_of(shard: ShardHeader) -> tuple[Cut | None, ...]:
         return (None,) * len(shard)
     try:
         cuts = _SLICES.decode(text)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise _refusal(shard.shard_file, "metadata slices", "axis, ranges and shape, or 0", str(error)) from error
     shapes = [entry.shape for entry in shard.skeleton.tensors]
     if len(cuts) != len(shapes):

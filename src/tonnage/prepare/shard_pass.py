@@ -71,7 +71,7 @@ def write_jobs(task: Task, setup: Setup, source: Source, stack: ExitStack, on_by
     converted: list[ConvertedTensor] = []
     sources: tuple[SourceDigest, ...] = ()
     with ExitStack() as held:
-        file = held.enter_context(opened_source(source, task.source))
+        file = held.enter_context(opened_source(source, task.source, task.state))
         carrier = held.enter_context(_hashed(file, task.source, setup, on_bytes, remote=remote)) if digest else None
         for position, job in enumerate(jobs):
             files = _create(task, job, headers, setup, stack)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    from tonnage.sources.model import FileFacts, Source
+    from tonnage.sources.model import Source
 
 _REPORT_SECONDS = 0.1
 
@@ -104,7 +104,7 @@ def _write_whole(
         file.write(memoryview(whole.content))
         on_bytes(nbytes)
     else:
-        for piece in _read_through(task.source, setup, source):
+        for piece in _read_through(task, setup, source):
             file.write(piece)
             on_bytes(len(piece))
         check_origin(task.source, file.hexdigests()[-1])
@@ -116,18 +116,20 @@ def _digest_source(task: Task, setup: Setup, source: Source, on_bytes: Callable[
     """Take the digest of a whole source file."""
     assert task.source is not None
     digests = source_digests(setup.hash, task.source)
-    for piece in _read_through(task.source, setup, source):
+    for piece in _read_through(task, setup, source):
         for digest in digests:
             digest.update(piece)
         on_bytes(len(piece))
     return Done(sources=(source_digest(task.source, tuple(digest.hexdigest() for digest in digests)),))
 
 
-def _read_through(facts: FileFacts, setup: Setup, source: Source) -> Iterator[memoryview]:
-    """Yield a source file from front to back; every piece is valid until the next."""
+def _read_through(task: Task, setup: Setup, source: Source) -> Iterator[memoryview]:
+    """Yield the source file of a task from front to back; every piece is valid until the next."""
+    facts = task.source
+    assert facts is not None
     window = memoryview(bytearray(min(facts.nbytes, setup.window_bytes)))
     with (
-        opened_source(source, facts) as file,
+        opened_source(source, facts, task.state) as file,
         reading(file, [(0, facts.nbytes)], remote=source.transfer is not None) as reader,
     ):
         for begin in range(0, facts.nbytes, setup.window_bytes):

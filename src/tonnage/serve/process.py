@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tonnage.errors import Problem, TonnageError
 from tonnage.observe.io import whole_lines
+from tonnage.serve.adoption import end_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ class EngineProcess:
         log: BoundedLog,
         on_line: Callable[[str], None] | None = None,
         inherited: Sequence[int] = (),
+        others: frozenset[int] = frozenset(),
     ) -> None:
         """Start it.
 
@@ -49,11 +51,12 @@ class EngineProcess:
             log: Gets what it says.
             on_line: Told every line as well, from another thread.
             inherited: Descriptors it holds open while it lives.
+            others: Children of this process that are none of its.
 
         Raises:
             EngineError: There is no such program, or it cannot be run.
         """
-        self._log, self._on_line = log, on_line
+        self._log, self._on_line, self._others = log, on_line, others
         try:
             self._process = subprocess.Popen(  # noqa: S603 - words, no shell
                 list(words),
@@ -87,7 +90,7 @@ class EngineProcess:
             time.sleep(_STEP_SECONDS)
 
     def end(self, grace_seconds: float, hurried: Callable[[], bool] = lambda: False) -> None:
-        """End every process of the group: asked first, killed when the grace is over.
+        """End every process of the group, and those that left it: asked first, killed when the grace is over.
 
         Args:
             grace_seconds: How long it may take to finish by itself.
@@ -101,6 +104,7 @@ class EngineProcess:
                 time.sleep(_STEP_SECONDS)
         self._end_group(hurried)
         self._process.wait()
+        end_children(self._others)
         self._listener.join(_LEFT_SECONDS)
 
     def _end_group(self, hurried: Callable[[], bool]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from tonnage.serve.adoption import adopting
 from tonnage.serve.io import is_healthy
 from tonnage.serve.log import BoundedLog
 from tonnage.serve.outcome import End
@@ -93,9 +94,9 @@ def run_engine(
     """
     begin = time.monotonic()
     log = BoundedLog(launch.directory, launch.log_bytes)
-    with _signals() as sent:
+    with _signals() as sent, adopting() as others:
         try:
-            engine = EngineProcess(launch.words, launch.environment, log, on_line, launch.inherited)
+            engine = EngineProcess(launch.words, launch.environment, log, on_line, launch.inherited, others)
             try:
                 end, ready = _follow(launch, engine, sent, lambda: on_ready(time.monotonic() - begin, log))
                 code = engine.exit_code() if end == "died" else None

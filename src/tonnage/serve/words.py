@@ -49,6 +49,10 @@ _SHORT = {
     "-dc": "--diffusion-config",
 }  # fmt: skip
 REMOTE_CODE = "--trust-remote-code"
+_SECRETS = ("--api-key", "--hf-token")
+_SECRET_PARTS = frozenset({"key", "keys", "apikey", "token", "secret", "password", "passphrase", "credentials"})
+_SHORTEST_SECRET = 4
+"""In characters: to look for a shorter one in a line would hide what is none."""
 _OVERRIDES = ("VLLM_CPU_KVCACHE_SPACE",)
 """Variables by which an engine would take another cache than it is told."""
 
@@ -139,6 +143,50 @@ def overridden(environment: Mapping[str, str]) -> tuple[str, ...]:
 def runs_remote_code(extra: Sequence[str]) -> bool:
     """Whether the engine is asked to execute what is in the model's directory."""
     return any(_matches(flag, REMOTE_CODE) for word in extra for flag in _flags(word))
+
+
+def masked(words: Sequence[str]) -> tuple[str, ...]:
+    """Return words as they may be shown and kept: ``***`` for keys, tokens and passwords.
+
+    >>> masked(["vllm", "--api-key", "a", "b", "--seed", "7", "--hf_token=c", "--max-num-batched-tokens", "8"])
+    ('vllm', '--api-key', '***', '***', '--seed', '7', '--hf_token=***', '--max-num-batched-tokens', '8')
+    """
+    shown, secrets = [], secrets_in(words)
+    for place, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        inside = place in secrets and bool(equals) and word.startswith("--")
+        shown.append(f"{name}=***" if inside else "***" if place in secrets else word)
+    return tuple(shown)
+
+
+def unsaid(line: str, words: Sequence[str]) -> str:
+    """Return a line of an engine without the secrets it was started with."""
+    for secret in sorted(secrets_in(words).values(), key=len, reverse=True):
+        line = line.replace(secret, "***") if len(secret) >= _SHORTEST_SECRET else line
+    return line
+
+
+def secrets_in(words: Sequence[str]) -> dict[int, str]:
+    """Return keys, tokens and passwords by the place of their word."""
+    found, secret = {}, False
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            secret = _is_secret(name)
+            if secret and equals:
+                found[place] = value
+            secret = secret and not equals
+        elif secret:
+            found[place] = word
+    return found
+
+
+def _is_secret(flag: str) -> bool:
+    """Whether what follows a flag is a secret, by what it is called; an engine takes it shortened as well."""
+    parts = flag.lower().replace("_", "-").replace(".", "-").split("-")
+    return not _SECRET_PARTS.isdisjoint(parts) or any(
+        _matches(one, known) for one in _flags(flag) for known in _SECRETS
+    )
 
 
 def _name_problems(name: str) -> Iterator[Problem]:

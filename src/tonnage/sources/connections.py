@@ -185,9 +185,10 @@ def _proxy(origin: Origin) -> tuple[str, int] | None:
         port = parts.port
     except ValueError as error:
         raise SourceError(Problem(where=where, what="not a URL", expected=expected)) from error
-    if parts.scheme != "http" or not parts.hostname or parts.username is not None:
+    host = _plain_host(parts.hostname or "")
+    if parts.scheme != "http" or not _HOST.fullmatch(host) or parts.username is not None:
         raise SourceError(Problem(where=where, what="a proxy of another kind", expected=expected))
-    return parts.hostname, port or _PORTS[parts.scheme]
+    return host, port or _PORTS[parts.scheme]
 
 
 def _netloc(origin: Origin) -> str:

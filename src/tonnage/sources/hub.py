@@ -43,8 +43,9 @@ _OTHER_WEIGHTS = frozenset({".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _OID = re.compile(r"[0-9a-f]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
 _ADDRESS = re.compile(
-    r"hf:(?://)?(?P<repository>[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9][\w.-]{0,95})?)(?:@(?P<revision>[\w][\w./+-]{0,199}))?",
+    rf"hf:(?://)?(?P<repository>{_NAME}(?:/{_NAME})?)(?:@(?P<revision>[\w][\w./+-]{{0,199}}))?",
     re.ASCII | re.IGNORECASE,
 )
 
@@ -92,7 +93,7 @@ def open_hub(text: str, limits: Limits, transfer: Transfer, folder: str = "") ->
         SourceError: It is no such address, the hub cannot be reached, or has nothing of that name to show.
     """
     match = _ADDRESS.fullmatch(text.rstrip("/"))
-    if match is None or ".." in text or "--" in match["repository"]:
+    if match is None or ".." in text or "--" in match["repository"] or match["repository"].endswith(".git"):
         expected = "hf:organisation/name[@revision]"
         raise SourceError(Problem(where=text, what="not an address on the hub", expected=expected))
     revision = match["revision"] or constants.DEFAULT_REVISION
@@ -265,7 +266,7 @@ def _asked(text: str, ask: Callable[[], Any], limits: Limits, transfer: Transfer
         pause *= 2
 
 
-_NO_HUB = (AttributeError, KeyError, TypeError, ValueError)
+_NO_HUB = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
 """What the client raises of JSON that is not a hub's."""
 
 _FINAL: dict[type[Exception], tuple[str, str]] = {

@@ -145,6 +145,19 @@ class LocalFile:
         self.facts = facts
         self.kind = kind
 
+    @property
+    def state(self) -> str:
+        """Which file it is, and when that was last changed in any way: what is put in its place has another.
+
+        Raises:
+            TonnageError: It cannot be looked at.
+        """
+        try:
+            status = os.fstat(self.descriptor)
+        except OSError as error:
+            raise self.kind(_unreadable(self.facts.name, error)) from error
+        return f"{status.st_dev}:{status.st_ino} {status.st_ctime_ns}"
+
     def at_hand(self, nbytes: int, offset: int) -> bool:  # noqa: ARG002 - whichever
         """Yes."""
         return True

@@ -41,6 +41,10 @@ class SourceFile(Protocol):
     def facts(self) -> FileFacts:
         """The file as it was when it was opened."""
 
+    @property
+    def state(self) -> str:
+        """What tells it from another of the same size and time on this machine; empty where its version says all."""
+
     def at_hand(self, nbytes: int, offset: int) -> bool:
         """Whether reading these bytes costs nothing: a file of this machine, or kept of an earlier time."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -40,6 +42,45 @@ class TimeLimit:
         """Return that the time is up."""
         expected = f"everything within {self._seconds:.0f} s"
         return SourceError(Problem(where=self._where, what="too slow", expected=expected))
+
+    def is_over(self) -> bool:
+        """Whether to wait no longer."""
+        return not self.left()
+
+
+class GrowthLimit(TimeLimit):
+    """The same, and how much memory may be taken meanwhile by a library that reads an answer whole."""
+
+    def __init__(self, where: str, seconds: float, nbytes: int) -> None:
+        """Begin now, with the most this process has ever taken.
+
+        Args:
+            where: Who is waited for.
+            seconds: How long.
+            nbytes: Beyond what was taken before.
+        """
+        super().__init__(where, seconds)
+        self._nbytes = nbytes
+        self._before = _peak_bytes()
+
+    def is_over(self) -> bool:
+        """Whether to wait no longer."""
+        return self._is_large() or super().is_over()
+
+    def refusal(self) -> SourceError:
+        """Return that the answer is too large, or that the time is up."""
+        if not self._is_large():
+            return super().refusal()
+        expected = f"at most {self._nbytes} bytes"
+        return SourceError(Problem(where=self._where, what="an answer without end", expected=expected))
+
+    def _is_large(self) -> bool:
+        return _peak_bytes() - self._before > self._nbytes
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
 
 
 class _Slot(Generic[Item, Result]):
@@ -101,9 +142,7 @@ def in_order(
                 queue.put(slot)
                 held, begun = held + weight, begun + 1
             slot, weight = waiting.popleft()
-            if not slot.done.wait(None if limit is None else limit.left()):
-                assert limit is not None  # without one nothing ends the waiting
-                raise limit.refusal()
+            _wait(slot, limit)
             if slot.error is not None:
                 raise slot.error
             held -= weight
@@ -112,6 +151,20 @@ def in_order(
         stopped.set()
         for _ in range(count):
             queue.put(None)
+
+
+def _wait(slot: _Slot[Item, Result], limit: TimeLimit | None) -> None:
+    """Wait until an item is done.
+
+    Raises:
+        SourceError: The limit is reached before.
+    """
+    if limit is None:
+        slot.done.wait()
+        return
+    while not slot.done.wait(min(limit.left(), _POLL_SECONDS)):
+        if limit.is_over():
+            raise limit.refusal()
 
 
 def waited(ask: Callable[[], Result], limit: TimeLimit | None = None) -> Result:

@@ -218,6 +218,11 @@ class RemoteFile:
         """Whether any part can be read, in any order and by several threads."""
         return self._whole is None
 
+    @property
+    def state(self) -> str:
+        """Nothing: its version says all."""
+        return ""
+
     def at_hand(self, nbytes: int, offset: int) -> bool:
         """Whether these bytes need no server."""
         return self._source.kept(self.facts, nbytes, offset) is not None

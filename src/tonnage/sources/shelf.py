@@ -21,7 +21,7 @@ from weakref import finalize
 
 import msgspec
 
-from tonnage.sources.model import FileFacts
+from tonnage.sources.model import FileFacts, is_plain_file_name
 
 MOST_BYTES = 4 << 30
 """Of all shelves together."""
@@ -88,13 +88,16 @@ class Shelf:
         self._write(_entry_name(facts, offset), content)
 
     def listing(self) -> Listing | None:
-        """Return what was last listed, if it is here."""
+        """Return what was last listed, if it is here; what no source could have listed counts as absent."""
         raw = self._read(_LISTING)
         if raw is None or len(raw) > _LISTING_LIMIT_BYTES:
             return None
         try:
             found = msgspec.json.decode(raw, type=_Document)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        names = [*(one.name for one in found.files), *found.folders]
+        if not all(map(is_plain_file_name, names)) or any(one.nbytes < 0 for one in found.files):
             return None
         files = {one.name: one for one in found.files}
         return Listing(files=files, folders=tuple(found.folders), revision=found.revision)

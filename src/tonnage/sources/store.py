@@ -21,8 +21,8 @@ from obstore.store import from_url
 from tonnage.errors import Problem, SourceError, one_line
 from tonnage.sources.connections import is_header_text, origin_of
 from tonnage.sources.limits import ALLOW_HTTP, Limits, is_set
-from tonnage.sources.model import FileFacts
-from tonnage.sources.parallel import TimeLimit, waited
+from tonnage.sources.model import FileFacts, is_plain_file_name
+from tonnage.sources.parallel import GrowthLimit, waited
 from tonnage.sources.remote import MOST_FILES, RemoteSource
 from tonnage.sources.shelf import Listing, Shelf
 from tonnage.sources.transfer import Transfer
@@ -35,6 +35,8 @@ _SETTINGS = ("AWS_", "GOOGLE_")
 _ADDRESS = re.compile(
     r"(?P<scheme>s3|gs)://(?P<bucket>[a-z0-9][a-z0-9._-]{1,220})(?:/(?P<prefix>[^?#]*))?", re.IGNORECASE
 )
+LISTING_BYTES = 256 << 20
+"""Of memory for a listing: twice what the most objects take that a directory may have."""
 _PIECE_BYTES = 1 << 20
 _LARGEST_WINDOW_BYTES = 256 << 20
 _KEYS = "keys that may read it (AWS_ACCESS_KEY_ID..., or AWS_SKIP_SIGNATURE=true where everybody may)"
@@ -105,6 +107,11 @@ def _check_settings() -> None:
             raise SourceError(Problem(where=name, what="cannot be sent", expected="printable ASCII"))
 
 
+def listing_limit(address: str, limits: Limits) -> GrowthLimit:
+    """Return how long and how large a listing may be: it has pages without end, or a page has none."""
+    return GrowthLimit(address, limits.total_seconds, LISTING_BYTES)
+
+
 def endpoint() -> str:
     """Return the URL of the server that is asked in the place of Amazon's; empty if none is named."""
     return next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), "")
@@ -128,7 +135,7 @@ class StoreFiles:
 
     def listed(self) -> Listing:
         """Return the objects and prefixes directly below."""
-        limit = TimeLimit(self._address, self._limits.total_seconds)  # a listing may be without end
+        limit = listing_limit(self._address, self._limits)
         found = self._asked("", lambda: waited(lambda: obstore.list_with_delimiter(self._store), limit))
         objects, prefixes = found["objects"], found["common_prefixes"]
         if len(objects) + len(prefixes) > MOST_FILES:
@@ -137,8 +144,11 @@ class StoreFiles:
         if not objects and not prefixes:
             raise SourceError(Problem(where=self._address, what="nothing there", expected="objects below it"))
         files = [_facts(one) for one in objects]
-        folders = sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in prefixes)
-        return Listing(files={one.name: one for one in files}, folders=tuple(folders))
+        folders = sorted({prefix.rstrip("/").rpartition("/")[2] for prefix in prefixes})
+        return Listing(
+            files={one.name: one for one in files if is_plain_file_name(one.name)},  # nothing could open others
+            folders=tuple(filter(is_plain_file_name, folders)),
+        )
 
     def looked(self, name: str) -> None:  # noqa: ARG002 - whichever
         """Nothing: what is there is listed."""

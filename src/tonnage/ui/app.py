@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import msgspec
@@ -15,12 +15,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tonnage.errors import Problem
+from tonnage.errors import Problem, UnitError
 from tonnage.ui.assets import asset_routes, package
 from tonnage.ui.guard import Guard, problem_response
 from tonnage.ui.messages import Answer, Question
 from tonnage.ui.openapi import openapi_document
-from tonnage.ui.pool import BusyError, GoneError, Pool, TookTooLongError, UnansweredError
+from tonnage.ui.pool import BusyError, GoneError, Pool, TookTooLongError, UnansweredError, WorkerKilledError
 from tonnage.ui.routes import API, PAGES, Answered
 from tonnage.ui.settings import Settings
 
@@ -33,13 +33,18 @@ SLOW, TOO_LARGE, GONE, BUG, BUSY, TOOK_TOO_LONG = 408, 413, 499, 500, 503, 504
 
 
 def make_app(settings: Settings) -> Starlette:
-    """Return the application; its workers run for as long as it does."""
+    """Return the application; its workers run for as long as it does. Where none can be, ``state.refused`` says why."""
     package("jinja2")  # which only workers import, and whose absence is better known before
     pool = Pool(settings)
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with pool.running():
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(pool.running())
+            except OSError as error:
+                problem = Problem(where="--workers", what="cannot be started", found=error.strerror or str(error))
+                app.state.refused = UnitError(problem)
             yield
 
     description = msgspec.json.encode(openapi_document())
@@ -50,12 +55,14 @@ def make_app(settings: Settings) -> Starlette:
     answered = [
         Route(route.path, partial(_answer, route, pool, settings), methods=[route.method]) for route in (*API, *PAGES)
     ]
-    return Starlette(
+    app = Starlette(
         routes=[*answered, Route("/api/openapi.json", described), *asset_routes()],
         middleware=[Middleware(Guard, hosts=settings.hosts)],
         exception_handlers={HTTPException: _http_problem},
         lifespan=lifespan,
     )
+    app.state.refused = None
+    return app
 
 
 async def _answer(route: Answered, pool: Pool, settings: Settings, request: Request) -> Response:
@@ -78,8 +85,9 @@ def _unanswered(error: UnansweredError | ClientDisconnect, settings: Settings) -
     if isinstance(error, BodyTooSlowError):
         expected = f"all of it within {BODY_SECONDS} s"
         return problem_response(SLOW, Problem(where="body", what="too slow", expected=expected), headers=_CLOSE)
-    if isinstance(error, BusyError):
-        busy = Problem(where="server", what="too many requests wait", expected="another try later")
+    if isinstance(error, BusyError | WorkerKilledError):
+        what = "too many requests wait" if isinstance(error, BusyError) else "what worked on it was killed"
+        busy = Problem(where="server", what=what, expected="another try later")
         return problem_response(BUSY, busy, headers={"Retry-After": RETRY_SECONDS})
     if isinstance(error, TookTooLongError):
         expected = f"an answer within {settings.seconds:g} s"

@@ -23,7 +23,7 @@ _REFUSED = {
     415: "The body is not application/json.",
     422: "The question cannot be answered; every problem is named by its field or option.",
     500: "A bug; the server says more where it runs.",
-    503: "Too many requests wait; try again after Retry-After seconds.",
+    503: "Too many wait, or what worked on it was killed; try again after Retry-After seconds.",
     504: "No answer in time; it was cut off.",
 }
 _OF_POSTS = (400, 404, 408, 413, 415, 422)

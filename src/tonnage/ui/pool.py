@@ -16,6 +16,8 @@ from tonnage.ui.messages import LENGTH_BYTES, READY, Answer, Question
 from tonnage.ui.settings import Settings
 
 _RETRY_SECONDS = 1
+_ENDING_SECONDS = 1
+"""Between the end of what a worker says and its own."""
 _ENDED = (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError)
 
 
@@ -37,6 +39,10 @@ class TookTooLongError(UnansweredError):
 
 class WorkerEndedError(UnansweredError):
     """A worker ended while it was asked; it has said why on standard error."""
+
+
+class WorkerKilledError(UnansweredError):
+    """A worker was ended from outside while it was asked, such as by a system that has no memory left."""
 
 
 class Pool:
@@ -82,6 +88,7 @@ class Pool:
             GoneError: Nobody waits for the answer.
             TookTooLongError: No answer in time; the time spent waiting counts.
             WorkerEndedError: The worker ended without an answer.
+            WorkerKilledError: The worker was ended from outside.
         """
         if self._waiting >= self._settings.waiting + self._settings.workers:
             raise BusyError
@@ -119,7 +126,10 @@ class Pool:
             raw = await _exchange(process, msgspec.msgpack.encode(question))
             answered = True
         except _ENDED as error:
-            raise WorkerEndedError from error
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _ENDING_SECONDS)
+            killed = process.returncode is not None and process.returncode < 0
+            raise (WorkerKilledError if killed else WorkerEndedError) from error
         finally:
             if answered:
                 self._idle.put_nowait(process)

@@ -15,10 +15,13 @@ from ipaddress import ip_address
 from threading import Thread
 
 import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tonnage.errors import Problem, UnitError, raise_if_any
-from tonnage.ui.app import make_app
+from tonnage.ui.app import BUSY, RETRY_SECONDS, make_app
+from tonnage.ui.guard import HEADERS, problem_response
 from tonnage.ui.settings import LOOPBACK, Settings
 
 MOST_CONNECTIONS = 256
@@ -116,13 +119,16 @@ def run(settings: Settings, listening: socket.socket, started: Callable[[], None
         settings: What is served.
         listening: Where.
         started: Called once the server answers.
+
+    Raises:
+        UnitError: No workers can be started.
     """
+    app = make_app(settings)
     config = uvicorn.Config(
-        make_app(settings),
+        app,
         access_log=False,
         http=Connection,
         lifespan="on",
-        limit_concurrency=MOST_CONNECTIONS,
         log_config=None,
         log_level="error",  # what strangers send is not worth a line each
         loop="asyncio",
@@ -131,9 +137,11 @@ def run(settings: Settings, listening: socket.socket, started: Callable[[], None
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         ws="none",
     )
-    server = _Server(config, started)
+    server = _Server(config, app, started)
     with suppress(SystemExit):  # by a status of its own, which means something else here
         asyncio.run(server.serve(sockets=[listening]))
+    if app.state.refused is not None:
+        raise app.state.refused
     if not server.started:
         raise SystemExit(BUG)
 
@@ -150,6 +158,7 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take what arrived; the head of a request, when it is whole, has more time for the rest."""
+        self.app = _crowded() if len(self.connections) > MOST_CONNECTIONS else self.config.loaded_app
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
@@ -181,16 +190,25 @@ class Connection(H11Protocol):
         self._late = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
 
 
+def _crowded() -> Response:
+    """Return what is answered where there are more connections than may be."""
+    problem = Problem(where="server", what="too many connections", expected="another try later")
+    return problem_response(BUSY, problem, headers={**HEADERS, "Retry-After": RETRY_SECONDS, "Connection": "close"})
+
+
 class _Server(uvicorn.Server):
     """A server that ends as any command does: its status does not tell of the signal that ended it."""
 
-    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, app: Starlette, started: Callable[[], None]) -> None:
         super().__init__(config)
+        self._application = app
         self._when_started = started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.started:
+        if self._application.state.refused is not None:
+            self.should_exit = True
+        elif self.started:
             self._when_started()
 
     @contextmanager

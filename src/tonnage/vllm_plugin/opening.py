@@ -71,7 +71,7 @@ def open_rank_files(directory: Path, topology: Topology, rank: int, *, public_ke
         public_key: Who must have signed it: the files of all ranks and of this one are hashed.
 
     Raises:
-        LoadError: It is cut for another topology, or a file of the rank is missing or not of the recorded size.
+        LoadError: It is cut for another topology, or a file of the rank is missing, a link, or of another size.
         VerifyError: It is not the package that was signed.
         CheckpointError: A header is wrong, or the preparation is not complete.
     """
@@ -79,6 +79,7 @@ def open_rank_files(directory: Path, topology: Topology, rank: int, *, public_ke
         raise LoadError(Problem(where=str(directory), what="no such directory", expected="a package on this machine"))
     folder = rank_directory(topology, rank)
     raise_if_any(LoadError, _cut_problems(directory, folder))
+    raise_if_any(LoadError, _link_problems(directory, folder))
     if public_key is not None:
         verify_package(directory, PublicKey(path=public_key), VerifyRequest(ranks=(rank,), tp=topology.tp)).check()
     recorded = _recorded(directory, folder)
@@ -106,6 +107,15 @@ def _cut_problems(directory: Path, folder: str) -> Iterator[Problem]:
     elif not (directory / folder).is_dir():
         ranks = sorted(path.name for path in (directory / cut).glob("rank-*"))
         yield Problem(where=str(directory), what="rank is missing", expected=folder, found=", ".join(ranks) or "none")
+
+
+def _link_problems(directory: Path, folder: str) -> Iterator[Problem]:
+    """Yield links on the way to the files of a rank, and in their places: verified or not, none is followed."""
+    ways = [*reversed(Path(folder).parents[:-1]), Path(folder)]
+    places = [*ways, *(Path(folder) / entry.name for entry in sorted((directory / folder).iterdir()))]
+    for place in places:
+        if (directory / place).is_symlink():
+            yield Problem(where=place.as_posix(), what="a link", expected="what was written there itself")
 
 
 def _recorded(directory: Path, folder: str) -> dict[str, tuple[int, int]]:
