@@ -15,7 +15,7 @@ import msgspec
 from tonnage.errors import Problem, TonnageError
 from tonnage.memory.supply import Basis
 from tonnage.plan import PLAN_SCHEMA, WEIGHT_LINES
-from tonnage.topology import MOST_RANKS, Device
+from tonnage.topology import MOST_RANKS, Device, cut_words
 
 PLAN_LIMIT_BYTES = 64 << 20
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -53,7 +53,7 @@ class SavedTopology(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cut(self) -> str:
         """Those that ranks are cut for, as packages and measurements say them: ``tp8 ep1 pp2``."""
-        return f"tp{self.tp} ep{self.ep} pp{self.pp}"
+        return cut_words(self.tp, self.ep, self.pp)
 
 
 class SavedProfile(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,6 +53,15 @@ class Topology:
         return 1 if self.ep > 1 else self.tp
 
 
+def cut_words(tp: int, ep: int, pp: int) -> str:
+    """Return the sizes that ranks are cut for, as preparations, packages and measurements say them.
+
+    >>> cut_words(8, 1, 2)
+    'tp8 ep1 pp2'
+    """
+    return f"tp{tp} ep{ep} pp{pp}"
+
+
 def stage_layers(layers: int, pp: int) -> tuple[range, ...]:
     """Return the layers of every pipeline stage, as vLLM cuts them: spare layers go to the stages before the last.
 

@@ -18,7 +18,7 @@ import msgspec
 from tonnage.checkpoint.strict_json import MOST_CONTAINERS, MOST_PROBLEMS, MOST_VALUES
 from tonnage.errors import Problem, TonnageError
 from tonnage.prepare.documents import MANIFEST, SIGNATURE
-from tonnage.topology import MOST_RANKS
+from tonnage.topology import MOST_RANKS, cut_words
 
 MANIFEST_SCHEMA: Literal["tonnage.manifest/1"] = "tonnage.manifest/1"
 MANIFEST_LIMIT_BYTES = 64 << 20
@@ -54,7 +54,7 @@ class Parallel:
     @property
     def words(self) -> str:
         """The sizes in words."""
-        return f"tp{self.tp} ep{self.ep} pp{self.pp}"
+        return cut_words(self.tp, self.ep, self.pp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

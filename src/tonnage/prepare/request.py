@@ -25,6 +25,7 @@ from tonnage.prepare.takes import NOT_THE_SLICE
 from tonnage.sources.addresses import is_remote
 from tonnage.sources.model import FileFacts, Source
 from tonnage.sources.parallel import in_order
+from tonnage.topology import cut_words
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -123,7 +124,7 @@ def prepare_placement(  # noqa: PLR0913 - the values of all earlier stages
             address=source.address if is_remote(source.address) else None,
             sources=sources,
             recipe=f"{placement.assignment.blueprint.recipe.family} {_recipes_digest()}",
-            topology=f"tp{topology.tp} ep{topology.ep} pp{topology.pp}",
+            topology=cut_words(topology.tp, topology.ep, topology.pp),
             engine=placement.engine.name,
             convert=_conversion(placement.assignment.entries),
             scale_rule=options.scale_rule,
