@@ -1,4 +1,4 @@
-"""Settings of a heavy run. They stand before the first import of vLLM, which reads them once."""
+"""Settings of a heavy run, which stand before the first import of vLLM, that reads them once; and what runs together."""
 
 from __future__ import annotations
 
@@ -20,10 +20,43 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: an import takes 15 s
     "VLLM_KIMI_K3_GEMM_AR": "0",  # this and the next import a compiler for GPUs
     "VLLM_ENABLE_GEMM_RS": "0",
+    # Threads that wait for each other on a busy machine take ten times as long as one, and those of engines do not sleep.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+SHARE_NOTHING = {
+    "test_budget",
+    "test_transformers",
+    "test_vllm_classes",
+    "test_vllm_kv",
+    "test_vllm_slices",
+    "test_vllm_variants",
 }
 
 os.environ.update(SETTINGS)
 sys.path[:0] = [str(HERE), str(HERE / "stubs")]
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of its own
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every module to one worker, and the two long processes of one module to two.
+
+    Tests that share nothing go wherever there is room.
+    """
+    for item in items:
+        name = item.path.stem
+        if name == "test_vllm_plugin":
+            name += "-engines" if "engines" in getattr(item, "fixturenames", ()) else "-contents"
+        if name not in SHARE_NOTHING:
+            item.add_marker(pytest.mark.xdist_group(name))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures that were recorded; what a worker prints is not seen."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "figures":
+                terminalreporter.write_line(str(value))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

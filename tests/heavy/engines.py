@@ -5,33 +5,35 @@ A job is a JSON object of options of vLLM, with ``model``. OUTPUT gets a JSON li
 every worker's plug-in ``reports``; or why the engine is ``refused``.
 
 Workers are forked, which spares each of them the 15 s of an import. So this process itself must never compute: an engine of
-one rank runs in it and therefore after those of several.
+one rank runs in it and therefore after those of several. Ranks talk through sockets, not through shared memory, where they
+would wait without sleeping.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import vllm.model_executor.models.registry as model_registry
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.v1.executor import multiproc_executor
 
 KV_CACHE_BYTES = 64 << 20
 PROMPTS = [[(37 * number + 11 * place) % 250 + 1 for place in range(6)] for number in range(8)]
 TOKENS = 32
-ONE_PER_WORKER = "0|1|0|1"
-"""Cores of up to four workers, on a machine with two."""
 
 
 def main(output: str, *jobs: str) -> None:
     """Do the jobs, those of several ranks first; answers are in the order given."""
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    model_registry._run_in_subprocess = lambda inspect: inspect()  # else an import for every class
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
     _take_local_experts()
     options = [json.loads(job) for job in jobs]
     answers = {}
@@ -41,7 +43,6 @@ def main(output: str, *jobs: str) -> None:
 
 
 def _answer(options: dict[str, Any]) -> dict[str, Any]:
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ONE_PER_WORKER if options.get("tensor_parallel_size", 1) > 1 else "auto"
     try:
         engine = LLM(
             skip_tokenizer_init=True,

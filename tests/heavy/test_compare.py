@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,10 @@ pytestmark = pytest.mark.heavy
 
 TONNAGE = Path(sys.executable).with_name("tonnage")
 PROMPTS = 8
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
-"""Threads that wait for each other on a busy machine take several times as long as one."""
 
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([TONNAGE, *words], capture_output=True, text=True, check=False, env=ONE_THREAD)
+    return subprocess.run([TONNAGE, *words], capture_output=True, text=True, check=False)
 
 
 def end_to_end(a: Path, b: Path, *words: str | Path) -> dict[str, Any]:
@@ -60,18 +58,18 @@ def mxfp8(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_mxfp8_over_three_ranks_answers_nearly_as_bf16(
-    checkpoint: Path, mxfp8: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, mxfp8: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     found = end_to_end(checkpoint, mxfp8, "--save", tmp_path / "record")
 
     text, prompts = found["end_to_end"]["text"], found["end_to_end"]["prompts"]
-    with capsys.disabled():
-        for name, figures in (("text", text), ("answers", prompts)):
-            print(  # noqa: T201 - the figures this run is made for
-                f"\nSmolLM2-135M MXFP8 against BF16, {name}: top-1 {figures['top1_agreement']:.4f}, KL mean"
-                f" {figures['kl_mean']:.5f}, largest {figures['kl_largest']:.5f}, perplexity"
-                f" {figures['perplexity_a']:.4f} and {figures['perplexity_b']:.4f}, {figures['positions']} positions"
-            )
+    for name, figures in (("text", text), ("answers", prompts)):
+        record_property(
+            "figures",
+            f"SmolLM2-135M MXFP8 against BF16, {name}: top-1 {figures['top1_agreement']:.4f}, KL mean"
+            f" {figures['kl_mean']:.5f}, largest {figures['kl_largest']:.5f}, perplexity"
+            f" {figures['perplexity_a']:.4f} and {figures['perplexity_b']:.4f}, {figures['positions']} positions",
+        )
     assert found["tensors"] == {"compared": 272, "differing": 210, "incomparable": 0, "only_a": 0, "only_b": 0}
     assert 30 < found["total"]["sqnr_db"] < 33
     assert text["positions"] > 800

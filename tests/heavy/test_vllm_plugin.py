@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -300,13 +300,10 @@ def test_bytes_of_a_third_are_the_known_numbers(contents: Answers, name: str, ki
     assert [rank["report"]["read_bytes"] for rank in contents[name]] == [SMOLLM2_BYTES[kind]] * 3
 
 
-def test_seconds_to_load_are_printed(contents: Answers, record_testsuite_property, capsys: pytest.CaptureFixture[str]):
+def test_seconds_to_load_are_printed(contents: Answers, record_property: Callable[[str, object], None]):
     for name in ("smollm2 tp1", "smollm2 tp3", "smollm2 mxfp8 tp3"):
         ours, theirs = (min(rank["seconds"][side] for rank in contents[name]) for side in (0, 1))
-        line = f"{name}: plug-in {ours:.3f} s, default {theirs:.3f} s"
-        record_testsuite_property(name, line)
-        with capsys.disabled():
-            sys.stdout.write(f"\n{line}")
+        record_property("figures", f"{name}: plug-in {ours:.3f} s, default {theirs:.3f} s")
         assert min(ours, theirs) > 0
 
 
