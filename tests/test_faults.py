@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -331,9 +331,26 @@ def memory_group(nbytes: int) -> Iterator[Path]:
                 (group / "memory.swap.max").write_text("0")
             yield group
         finally:
-            group.rmdir()
+            _remove(group)
         return
     pytest.skip("no control group of memory can be made by this user")
+
+
+def _remove(group: Path) -> None:
+    """Remove a control group; a worker whose command was killed may take a moment to end."""
+    end = time.monotonic() + 10
+    while True:
+        for pid in map(int, _text(group / "cgroup.procs").split()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            group.rmdir()
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+        else:
+            return
 
 
 def _text(path: Path) -> str:

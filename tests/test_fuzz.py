@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuzz import attempt, der, mutate, trees
+from fuzz import attempt, der, figures, mutate, trees
 from fuzz.every import TARGETS
 from fuzz.target import CRASHES, PART, SEEDS, Target
 from tonnage.errors import Problem, TonnageError
@@ -70,6 +70,23 @@ def test_the_page_names_every_target_and_every_case() -> None:
         assert int(found) == len([path for path in CASES if path.parent.name == name]), name
     told = set(re.findall(r"`(\w+/[\w*-]+)`", page))
     assert all({f"{path.parent.name}/{path.name}", f"{path.parent.name}/*"} & told for path in CASES)
+
+
+def test_the_figures_of_the_page_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, runs = tmp_path / "fuzzing.md", tmp_path / "figures.jsonl"
+    page.write_text(figures.PAGE.read_text())
+    monkeypatch.setattr(figures, "PAGE", page)
+    run = {"target": "outputs", "executions": 1000, "cpu_seconds": 1.6, "edges": 7, "features": 8, "found": 0}
+    runs.write_text("")
+    monkeypatch.setattr("sys.argv", ["figures", str(runs)])
+    before = page.read_text()
+    figures.main()
+    assert page.read_text() == before
+    runs.write_text(json.dumps(run) + "\n" + json.dumps({**run, "edges": 6, "features": 9}) + "\n")
+    figures.main()
+    changed = set(page.read_text().splitlines()) - set(before.splitlines())
+    assert "| `outputs` | Read the list of files a preparation may have written | 2,000 | 4 | 7 | 9 | 0 |" in changed
+    assert len(changed) == 2
 
 
 @pytest.mark.parametrize("name", TARGETS)
