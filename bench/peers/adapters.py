@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 GIB = 1 << 30
-MOST_SECONDS = 60
+MOST_SECONDS = 30
 HELD = ("weights.", "padding.", "engine.")
 Case = dict[str, Any]
 Answer = dict[str, Any]
@@ -69,13 +69,15 @@ def stored_bytes(directory: str) -> int:
 
 
 def tonnage(case: Case) -> Answer:
-    """The planner of this project, from config.json alone."""
+    """The planner of this project, from config.json (and hf_quant_config.json, where there is one) alone."""
     from tonnage import PlanRequest, plan_checkpoint
     from tonnage.api import checkpoint_from_config
     from tonnage.memory.supply import Supply, find_gpu
     from tonnage.profile import Profile
 
-    checkpoint = checkpoint_from_config(config_of(case), name=case["model"])
+    beside = Path(case["directory"]) / "hf_quant_config.json"
+    hf_quant = json.loads(beside.read_text()) if beside.exists() else None
+    checkpoint = checkpoint_from_config(config_of(case), name=case["model"], hf_quant=hf_quant)
     total, share = case.get("gpu_bytes"), case.get("utilization")
     supply = None
     if total:
@@ -265,8 +267,12 @@ PEERS: dict[str, Callable[[Case], Answer]] = {
 }
 
 
+class TooLateError(BaseException):
+    """No answer in time; no peer's own ``except Exception`` takes it for a failure to be worked around."""
+
+
 def _too_late(*_: object) -> None:
-    raise TimeoutError(f"no answer in {MOST_SECONDS} s")
+    raise TooLateError(f"no answer in {MOST_SECONDS} s")
 
 
 def main() -> int:
@@ -281,7 +287,7 @@ def main() -> int:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             try:
                 answer = say(case)
-            except Exception as error:  # noqa: BLE001 - whatever a peer fails with is its answer
+            except (Exception, TooLateError) as error:  # noqa: BLE001 - whatever a peer fails with is its answer
                 answer = {"error": f"{type(error).__name__}: {error}"[:200]}
             signal.alarm(0)
         print(json.dumps({"id": case["id"], "seconds": time.perf_counter() - begin, **answer}), flush=True)

@@ -14,7 +14,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from tonnage.checkpoint.config import parse_config
+from tonnage.api import read_config
+from tonnage.checkpoint.config import ModelConfig
 from tonnage.errors import TonnageError
 from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
@@ -66,17 +67,17 @@ class Rehearsals:
         self._folder = folder
         self._made: dict[str, str] = {}
 
-    def of(self, fields: Mapping[str, Any]) -> str | None:
+    def of(self, config: ModelConfig) -> str | None:
         """Return the directory of a config's checkpoint; ``None`` where no recipe describes it."""
-        text = json.dumps(fields, sort_keys=True)
+        text = json.dumps([config.fields, config.hf_quant], sort_keys=True)
         if text not in self._made:
-            self._made[text] = self._make(text)
+            self._made[text] = self._make(config)
         return self._made[text] or None
 
-    def _make(self, text: str) -> str:
+    def _make(self, config: ModelConfig) -> str:
         output = self._folder / f"{len(self._made)}"
         try:
-            write_rehearsal(parse_config(json.loads(text), name="config.json"), output, RehearsalOptions())
+            write_rehearsal(config, output, RehearsalOptions())
         except TonnageError as error:
             print(f"no rehearsal: {error}", file=sys.stderr)
             return ""
@@ -91,7 +92,7 @@ def cases(made: Rehearsals) -> list[Case]:
 def weight_cases(made: Rehearsals) -> Iterator[Case]:
     """Yield the logs that print weights."""
     for row, checkpoint, request in plan_agreement.weighed():
-        directory = made.of(checkpoint.config.fields)
+        directory = made.of(checkpoint.config)
         if directory is None:
             continue
         total, share = row.get("gpu_mem_gib"), row.get("gpu_memory_utilization")
@@ -126,7 +127,7 @@ def cache_cases(made: Rehearsals) -> Iterator[Case]:
         if not length or row.get("draft_tokens") or not row["exact"]:
             continue
         checkpoint = plan_agreement.cache_checkpoint(row)
-        directory = made.of(checkpoint.config.fields)
+        directory = made.of(checkpoint.config)
         if directory is None:
             continue
         cache, _ = kv_agreement.plan(row, checkpoint.assignment.blueprint)
@@ -180,10 +181,10 @@ def class_cases(made: Rehearsals) -> Iterator[Case]:
         plain = row["quant"] == "config" and not row["ep"] and row["pp"] == 1 and row["rank"] == 0
         if not plain or row["tp"] not in (1, 8):
             continue
-        fields = json.loads((DATA / "configs" / f"{row['config']}.json").read_text())
-        if chosen.setdefault(fields["model_type"], row["config"]) != row["config"]:
+        config = read_config(DATA / "configs" / f"{row['config']}.json")
+        if chosen.setdefault(config.model_type, row["config"]) != row["config"]:
             continue
-        directory = made.of(fields)
+        directory = made.of(config)
         if directory is not None:
             yield Case(question=_class_question(row, directory), allocated=row["params_bytes"])
 
