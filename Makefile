@@ -64,7 +64,7 @@ clients: $(CLIENTS_VENV)/.installed
 # A real engine warns a lot on import, which is not ours to fix: warnings are no errors here.
 heavy: $(HEAVY_VENV)/.installed
 	HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 \
-		$(HEAVY_BIN)/python -m pytest -n 2 --dist loadgroup -o filterwarnings=default tests/heavy
+		$(HEAVY_BIN)/python -m pytest -n 2 --dist loadfile -o filterwarnings=default tests/heavy
 
 clean:
 	rm -rf $(VENV) $(CLIENTS_VENV) $(DOCS_VENV) $(FUZZ_VENV) $(HEAVY_VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

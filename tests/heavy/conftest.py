@@ -1,4 +1,4 @@
-"""Settings of a heavy run, which stand before the first import of vLLM, that reads them once; and what runs together."""
+"""Settings of a heavy run, which stand before the first import of vLLM, that reads them once; and what it prints."""
 
 from __future__ import annotations
 
@@ -24,31 +24,8 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-SHARE_NOTHING = {
-    "test_budget",
-    "test_transformers",
-    "test_vllm_classes",
-    "test_vllm_kv",
-    "test_vllm_slices",
-    "test_vllm_variants",
-}
-
 os.environ.update(SETTINGS)
 sys.path[:0] = [str(HERE), str(HERE / "stubs")]
-
-
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of its own
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every module to one worker, and the two long processes of one module to two.
-
-    Tests that share nothing go wherever there is room.
-    """
-    for item in items:
-        name = item.path.stem
-        if name == "test_vllm_plugin":
-            name += "-engines" if "engines" in getattr(item, "fixturenames", ()) else "-contents"
-        if name not in SHARE_NOTHING:
-            item.add_marker(pytest.mark.xdist_group(name))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
