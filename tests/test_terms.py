@@ -219,7 +219,10 @@ def test_total_moves_the_sum_and_shares_its_margin_among_terms():
     # 1050 expected, 1200 at most: 150 shared as 600 and 300
     assert [(term.nbytes, term.bound_nbytes) for term in corrected] == [(420, 520), (630, 680)]
     assert {term.basis for term in corrected} == {"calibrated"}
-    assert corrected[0].source == "r; sum of such terms: bound at or above the 1 package when scaled to its size (1.00-2.00 GiB)"
+    assert (
+        corrected[0].source
+        == "r; sum of such terms: bound at or above the 1 package when scaled to its size (1.00-2.00 GiB)"
+    )
 
 
 @pytest.mark.parametrize(
