@@ -77,7 +77,7 @@ def test_share_of_a_gpu_takes_the_engines_estimate_of_its_graphs_and_its_default
     asked = {"profile": (None, None, 8192), "gpu": find_gpu("h100"), "version": "0.24.0", "context_held": False}
     plan, all_of_it = planned(supply=shared, **asked), planned(supply=whole, **asked)
     (buffers,) = (line for line in plan.ranks[0].lines if line.component == "runtime.buffers")
-    assert "1024 sequences" in buffers.source
+    assert "1,024 sequences" in buffers.source
     assert plan.ranks[0].service is not None
     assert plan.ranks[0].service.concurrency == 1  # with one request it starts
     assert "estimate" not in components(plan)
