@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -246,11 +247,10 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("status", ["429 Too Many Requests", "500 Internal", "503 Slow Down"])
 def test_a_store_that_is_busy_is_asked_again(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = [2]
+    asked = count()
 
     def answer(handler: Any, seen: Seen) -> None:
-        left[0] -= 1
-        if left[0] >= 0:
+        if next(asked) < 2:
             handler.wfile.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
         else:
             part()(handler, seen)
