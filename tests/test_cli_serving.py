@@ -148,6 +148,33 @@ def test_flags_print_the_command_of_a_plan_that_fits(tonnage, engine, starts, wo
     assert all(word in command for word in words)
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "--profile: an engine is told what it is to serve; expected such as c4-p4096"),
+        (("--profile", "c4-p4096"), "--context: an engine is told what it is to serve; expected such as 32k"),
+    ],
+)
+def test_flags_want_to_know_what_is_to_be_served(tonnage, words, line):
+    done = tonnage("flags", DENSE, "--engine", "vllm", "--gpu", "h100", *words)
+    assert (done.returncode, done.stderr) == (2, f"tonnage: {line}\n")
+
+
+@pytest.mark.parametrize("given", [("--profile", "c4-p4096"), ("--context", "8k")])
+def test_half_of_what_is_to_be_served_is_no_plan_of_weights_that_fits(tonnage, given):
+    done = tonnage("plan", DENSE, "--gpu", "l4", *given)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"tonnage: {given[0]}: alone plans no cache with --engine split; expected ")
+
+
+def test_a_context_beyond_the_models_own_is_said_by_whatever_serves_it(tonnage):
+    said = "note: the context is beyond the 40,960 tokens of the config: engines refuse it by default\n"
+    words = (DENSE, "--engine", "vllm", "--gpu", "h200", "--profile", "c1-p4096", "--context")
+    for command in (("fit",), ("flags", "--model", "m")):
+        assert said in tonnage(command[0], *words, "128k", *command[1:]).stderr
+        assert said not in tonnage(command[0], *words, "40960", *command[1:]).stderr
+
+
 def test_flags_of_a_plan_that_does_not_fit_are_none(tonnage):
     done = tonnage("flags", DENSE, "--engine", "vllm", *SERVED, "--supply", "20GiB")
     assert (done.returncode, done.stdout) == (3, "")

@@ -311,6 +311,16 @@ def test_stored_copy_of_the_targets_embedding_is_expected_to_be_shared_and_bound
     assert (term.nbytes, term.bound_nbytes) == (0, 128256 * 4096 * 2 // 2)
 
 
+def test_a_whole_model_of_another_vocabulary_is_no_draft() -> None:
+    """As vLLM refuses it; heads may guess among fewer tokens."""
+    other = assigned({**fields(LLAMA), "vocab_size": 64000})
+    with pytest.raises(
+        ConfigError, match="--draft: another vocabulary than the model's; expected 128256 tokens; found 64000"
+    ):
+        draft_of("draft-model", 3, target=opened(LLAMA), checkpoint=other)
+    assert draft_of("draft-model", 3, target=other, checkpoint=other).assignment is other
+
+
 def test_embedding_of_another_vocabulary_is_the_drafts_own() -> None:
     head = with_embedding(assigned({**fields(LLAMA_HEAD), "vocab_size": 64000}))
     draft = draft_of("eagle3", 3, target=opened(LLAMA), checkpoint=head)

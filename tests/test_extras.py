@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 
 from samples import certify, prepare_small, write_key
+from tonnage.cli import _OF_EXTRAS
 from tonnage.export.io import export_package
 from tonnage.export.keys import load_private_key
 from tonnage.export.package import Options
 from tonnage.export.sign import Key, load_signer
 
+SOURCES = Path(__file__).parent.parent / "src" / "tonnage"
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split())); from tonnage.cli import main; main()"
 EXTRAS = "blake3 cryptography model_signing numba numpy OpenSSL rfc8785"
 PREPARE = ("prepare", "small", "--tp", "2", "-o", "out")
@@ -98,6 +101,17 @@ def test_planning_needs_no_extra(place: Path) -> None:
 def test_an_address_names_the_extra_it_needs(modules: str, address: str, line: str, place: Path) -> None:
     done = run_without(modules, ("plan", address), place)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"tonnage: {line}\n")
+
+
+def test_every_library_that_is_imported_anywhere_has_its_extra() -> None:
+    """Those of planning are always there; torch and vllm belong to whoever runs an engine."""
+    trees = [ast.parse(path.read_text()) for path in SOURCES.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    named |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    libraries = {name.partition(".")[0] for name in named} - sys.stdlib_module_names
+    assert libraries - {"msgspec", "rich", "tonnage", "torch", "typer", "vllm"} <= set(_OF_EXTRAS)
+    assert len(libraries) > 15
 
 
 def test_any_other_missing_module_is_a_bug(place: Path) -> None:

@@ -119,13 +119,14 @@ def test_where_a_report_is_stands_on_one_line(tmp_path: Path, saved: Path) -> No
     assert done.stderr.endswith("two\\nlines\\x1b[31m.html\n")
 
 
-def test_without_the_extra_nothing_is_written(place: Path) -> None:
-    without = "import sys; sys.modules['jinja2'] = None; from tonnage.cli import main; main()"
+@pytest.mark.parametrize("module", ["jinja2", "markupsafe"])
+def test_without_the_extra_nothing_is_written(place: Path, module: str) -> None:
+    without = f"import sys; sys.modules['{module}'] = None; from tonnage.cli import main; main()"
     words = ("plan", place / "small.json", "--html", place / "never.html")
     done = subprocess.run(
         [sys.executable, "-c", without, *map(str, words)], capture_output=True, text=True, check=False
     )
-    line = "tonnage: jinja2 is not installed; it comes with `pip install 'tonnage[html]'`\n"
+    line = f"tonnage: {module} is not installed; it comes with `pip install 'tonnage[html]'`\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
     assert not (place / "never.html").exists()
 

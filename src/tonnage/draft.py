@@ -163,6 +163,8 @@ def draft_of(
     if checkpoint is None:
         own = _own_layers(target, from_headers=from_headers)
         return replace(draft, assignment=own, caches=target.blueprint.draft_caches)
+    if method == WHOLE_MODEL:
+        _check_vocabulary(checkpoint, target)
     caches = tuple(replace(cache, draft=True) for cache in checkpoint.blueprint.caches)
     return replace(draft, assignment=checkpoint, caches=caches, tapped_layers=_taps(method, checkpoint, target))
 
@@ -187,6 +189,17 @@ def place_draft(draft: Draft, target: Placement) -> PlacedDraft:
     except PlacementError as error:
         raise PlacementError(*(replace(p, where=f"draft {p.where}") for p in error.problems)) from error
     return PlacedDraft(draft=draft, placement=placement, target=target)
+
+
+def _check_vocabulary(draft: Assignment, target: Assignment) -> None:
+    """Refuse a whole model as a draft whose tokens are not the target's.
+
+    Source:
+        vLLM 0.32.0 ``config/speculative.py`` verify_equal_vocab_size_if_draft_model.
+    """
+    own, asked = embedding_of(draft), embedding_of(target)
+    if own is not None and asked is not None and own.out_size != asked.out_size:
+        raise _refused("--draft", "another vocabulary than the model's", f"{asked.out_size} tokens", own.out_size)
 
 
 def embedding_of(assignment: Assignment) -> Module | None:

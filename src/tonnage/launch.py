@@ -13,6 +13,7 @@ from tonnage.flags.command import serve_command
 from tonnage.flags.from_plan import serve_plan
 from tonnage.flags.values import DraftPlan
 from tonnage.memory.supply import supply_bytes
+from tonnage.plan_notes import beyond_context
 from tonnage.supply_options import read_share
 
 if TYPE_CHECKING:
@@ -26,11 +27,19 @@ _STYLES = {"vllm": "", "sglang": " --quant-style mxfp8"}
 
 
 def check_judged(request: PlanRequest) -> None:
-    """Refuse a request that no plan can be judged by.
+    """Refuse a request that no plan can be judged by, or no engine started for.
 
     Raises:
-        UnitError: Nobody says what a GPU supplies.
+        UnitError: Nobody says what a GPU supplies, or what is to be served.
     """
+    profile = request.profile
+    said = (
+        ("--profile", profile.concurrency, "such as c4-p4096"),
+        ("--context", profile.context_tokens, "such as 32k"),
+    )
+    for option, value, expected in said:
+        if not value:
+            raise UnitError(Problem(where=option, what="an engine is told what it is to serve", expected=expected))
     if request.supply is None:
         raise UnitError(Problem(where="--gpu, --supply, --free", what="a plan is judged first", expected="one of them"))
 
@@ -63,7 +72,8 @@ def launch(  # noqa: PLR0913 - what a plan does not know of a command
     Raises:
         FlagsError: The engine has no command for it, or does not read what a conversion makes.
     """
-    notes: list[str] = []
+    assert plan.placement is not None  # the exact estimator has one
+    notes = [*beyond_context(plan.placement, request)]
     if is_converted(plan):
         opened, words = converted(request, source)
         if model is None:

@@ -26,7 +26,7 @@ def notes_on(placement: Placement, request: PlanRequest) -> tuple[str, ...]:
     on_cpu = (CPU_NOTE,) if request.device == "cpu" else ()
     return (
         *_without_effect(placement.assignment, request),
-        *_beyond_context(placement, request),
+        *beyond_context(placement, request),
         *_requests_assumed(placement, request),
         *on_cpu,
     )
@@ -85,7 +85,7 @@ def _requests_assumed(placement: Placement, request: PlanRequest) -> Iterator[st
         yield "no --profile: cache of one request, which an engine needs to start; --profile c4-p4096 says more"
 
 
-def _beyond_context(placement: Placement, request: PlanRequest) -> Iterator[str]:
+def beyond_context(placement: Placement, request: PlanRequest) -> Iterator[str]:
     """Yield that the context asked for is longer than the model's own."""
     asked = request.profile.context_tokens
     if not request.serves or not asked:

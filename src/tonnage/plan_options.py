@@ -72,6 +72,8 @@ def plan_request(  # noqa: PLR0913 - one parameter per option
         asked = ask_supply(gpu=gpu, supply=supply, free=free, utilization=utilization, ranks=ranks or tp * pp)
     with found.kept():
         served = parse_profile(profile, context_tokens=context, kv_dtype=kv_dtype)
+        if estimator == "exact":
+            _check_whole(served, engine)
     held = {name: found.size(text, f"--{name}") for name, text in (("reserve", reserve), ("draft-bytes", draft_bytes))}
     given = None if kv_bytes is None else found.size(kv_bytes, "--kv-bytes")
     with found.kept():
@@ -106,6 +108,16 @@ def plan_request(  # noqa: PLR0913 - one parameter per option
             engine_kv_dtype(kv_dtype, ())  # used by nothing, and yet no word that means nothing
     found.check()
     return request
+
+
+def _check_whole(served: Profile, engine: str) -> None:
+    """Refuse half of what is to be served: nothing of it would be planned, and the verdict be that of weights alone."""
+    said = {"--profile": served.concurrency, "--context": served.context_tokens}
+    missing = [name for name, value in said.items() if not value]
+    if engine == "split" and len(missing) == 1:
+        (given,) = said.keys() - missing
+        expected = f"{missing[0]} as well, or the engine that serves, --engine vllm"
+        raise UnitError(Problem(where=given, what="alone plans no cache with --engine split", expected=expected))
 
 
 class _Found:

@@ -43,10 +43,22 @@ from tonnage.version import __version__
 
 _OF_EXTRAS = {
     **dict.fromkeys(
-        ("blake3", "cryptography", "model_signing", "numba", "numpy", "OpenSSL", "rfc8785"), "tonnage[prepare,sign]"
+        (
+            "OpenSSL",
+            "blake3",
+            "cryptography",
+            "google",
+            "llvmlite",
+            "model_signing",
+            "numba",
+            "numpy",
+            "rfc8785",
+            "sigstore",
+        ),
+        "tonnage[prepare,sign]",
     ),
     **dict.fromkeys(("httpx2", "huggingface_hub"), "tonnage[hub]"),
-    "jinja2": "tonnage[html]",
+    **dict.fromkeys(("jinja2", "markupsafe"), "tonnage[html]"),
     "obstore": "tonnage[store]",
     "ray": "tonnage[ray]",
     **dict.fromkeys(("plotly", "starlette", "uvicorn"), "tonnage[ui]"),

@@ -29,6 +29,7 @@ from tonnage.cli.options import (
     Utilization,
     emit,
     emit_json,
+    note,
 )
 from tonnage.cli.plan import DOES_NOT_FIT
 
@@ -78,6 +79,7 @@ def fit(
     from tonnage.cli.cut import open_cut
     from tonnage.cli.opening import Opening
     from tonnage.fit import asked_ways
+    from tonnage.plan_notes import beyond_context
     from tonnage.plan_options import gpus_there, plan_request
     from tonnage.report.documents import fit_document
 
@@ -101,6 +103,9 @@ def fit(
         emit_json(opening.document(document))
     else:
         _emit_table(checkpoint.name, checkpoint.family, engine, document["ways"])
+    for placement in [one.plan.placement for one in found[:1] if one.plan.placement]:
+        for text in beyond_context(placement, request):
+            note(f"note: {text}")
     if not any(row["fits"] for row in document["ways"]):
         raise typer.Exit(DOES_NOT_FIT)
 

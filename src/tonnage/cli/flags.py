@@ -49,8 +49,8 @@ def flags(
         Literal["vllm", "sglang", "exllamav3"],
         typer.Option("--engine", help="Whose command; none is taken for granted."),
     ],
-    profile: ProfileName,
-    context: Context,
+    profile: ProfileName = None,
+    context: Context = None,
     tp: TpOfCut = None,
     ep: EpOfCut = None,
     pp: PpOfCut = None,
@@ -90,6 +90,7 @@ def flags(
     opening, cut = Opening(offline=offline), open_cut(source)
     cut.check_convert(convert)
     tp, ep, pp = cut.sizes(tp=tp, ep=ep, pp=pp)
+    profile, context = cut.profile(profile, context)
     request = plan_request(
         tp=tp, ep=ep, pp=pp, dcp=dcp, engine=cut.engine(engine, engine), gpu=gpu, supply=supply,
         free=free, utilization=utilization, reserve=reserve, profile=profile, context=context, kv_dtype=kv_dtype,
