@@ -131,7 +131,8 @@ def test_a_refused_package_suggests_what_must_be_prepared_anew(tonnage_here, pre
 
 @pytest.mark.parametrize("supply", ["20GiB", "1MiB"])
 def test_a_command_that_does_not_fit_comes_with_what_would(tonnage_here, configs: Path, supply: str):
-    words = (configs / "Qwen__Qwen3-8B.json", "--engine", "vllm", "--supply", supply, *SERVED)
+    words = (configs / "Qwen__Qwen3-8B.json", "--engine", "vllm", "--supply", supply)
+    words = (*words, "--profile", "c4-p4096", "--context", 32768)
     planned, done = (tonnage_here(command, *words) for command in ("plan", "flags"))
     way = planned.stdout.splitlines()[-1]
     assert way.startswith(("would fit with: ", "no single change that was tried fits"))

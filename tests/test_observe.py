@@ -464,7 +464,7 @@ def test_sglang_refusal_names_the_fraction():
 
 
 def test_a_log_without_settings_has_no_line_of_them():
-    lines = run(LOGS / "tabby_cache_size.log")[1].splitlines()
+    lines = run(LOGS / "tabby_refused.log")[1].splitlines()
     assert lines[1].startswith("figure ")
 
 

@@ -59,7 +59,7 @@ def test_somebody_at_a_terminal_is_told_that_it_is_starting_before_it_can_say_wh
     first, second, *_ = os.read(ours, 4096).decode().splitlines()
     os.close(ours)
     assert (done.returncode, done.stdout, first) == (2, b"", "starting; the address follows")
-    assert "/nowhere: cannot be served" in second
+    assert "/nowhere: no such directory" in second
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
