@@ -173,6 +173,15 @@ def test_unusable_input_is_refused_in_one_line_with_exit_code_2(tonnage, words, 
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_gguf_files_are_refused_by_what_they_are(tonnage, tmp_path):
+    (tmp_path / "m.GGUF").write_bytes(b"GGUF")
+    for source in (tmp_path / "m.GGUF", tmp_path):
+        done = tonnage("plan", source)
+        expected = "the safetensors checkpoint they were made of, or its config.json"
+        line = f"tonnage: {source}: GGUF files are not read; expected {expected}\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
 def test_truncated_shard_names_file_and_bytes(tonnage, small, tmp_path):
     (tmp_path / "config.json").write_bytes((small / "config.json").read_bytes())
     whole = (small / "model.safetensors").read_bytes()

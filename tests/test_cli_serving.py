@@ -60,9 +60,23 @@ def test_share_of_a_gpu_is_beside_the_context_and_may_not_be_free(tonnage):
     whole = tonnage(*words, "1.0")
     assert whole.returncode == 3
     assert "REFUSED: the engine does not start" in whole.stdout
+    assert "no single change" not in whole.stdout
     most = whole.stdout.split("at most --utilization ")[1].split()[0]
     assert tonnage(*words, most).returncode == 0
     assert tonnage(*words, f"{float(most) + 0.0001:.4f}").returncode == 3
+
+
+def test_notes_on_a_gpu_are_of_what_was_said_of_it(tonnage):
+    words = ("plan", DENSE, "--engine", "split", *SERVED, "--json")
+    notes = [json.loads(tonnage(*words, *more).stdout)["notes"] for more in ((), ("--gpu", "h100"))]
+    assert [[note for note in found if "vLLM's rules" in note] for found in notes] == [
+        ["served by vLLM's rules; without --gpu, buffers are those measured on SM 12.0 (docs/k31-ranks.md)"],
+        ["served by vLLM's rules"],
+    ]
+    both = json.loads(tonnage(*words, "--gpu", "h100", "--supply", "20GiB").stdout)
+    assert both["supply_bytes"] == 20 << 30
+    assert "the size is that of --supply; --gpu says which kind of GPU it is" in both["notes"]
+    assert not any("--supply" in note for found in notes for note in found)
 
 
 def test_share_is_vllms(tonnage):

@@ -73,7 +73,9 @@ def test_inspect_counts_what_ranks_store_whole(tonnage_here, package: Path, sour
     assert found["payload_bytes"] < before["payload_bytes"]
     norms = 5 * 256 * 2  # whole on both ranks
     assert sum(rank["payload_bytes"] for rank in measured["ranks"]) - norms >= found["payload_bytes"]
-    assert f"a package, {AS_STORED}" in tonnage_here("inspect", package).stdout
+    table = tonnage_here("inspect", package).stdout
+    assert f"a package, {AS_STORED}" in table
+    assert table.splitlines()[0].endswith(", from ranks put together")
 
 
 def test_fit_and_flags_of_a_package_are_for_the_sizes_it_is_cut_for(tonnage_here, package: Path):
@@ -125,6 +127,16 @@ def test_a_refused_package_suggests_what_must_be_prepared_anew(tonnage_here, pre
     done = tonnage_here("plan", preparation, "--supply", "1MiB")
     assert done.returncode == 3
     assert "(prepared anew)" in done.stdout
+
+
+@pytest.mark.parametrize("supply", ["20GiB", "1MiB"])
+def test_a_command_that_does_not_fit_comes_with_what_would(tonnage_here, configs: Path, supply: str):
+    words = (configs / "Qwen__Qwen3-8B.json", "--engine", "vllm", "--supply", supply)
+    words = (*words, "--profile", "c4-p4096", "--context", 32768)
+    planned, done = (tonnage_here(command, *words) for command in ("plan", "flags"))
+    way = planned.stdout.splitlines()[-1]
+    assert way.startswith(("would fit with: ", "no single change that was tried fits"))
+    assert (done.returncode, done.stdout, done.stderr.splitlines()[-1]) == (3, "", way)
 
 
 def test_ranks_that_are_not_those_on_record_are_refused(tonnage_here, package: Path, tmp_path: Path):

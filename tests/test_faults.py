@@ -146,7 +146,7 @@ class Bench:
                 "--run",
                 out,
                 "--engine-command",
-                "vllm",
+                "false",
             ],
             "join": [self.package, "--part-key", self.public, "--key", self.private, "-o", out],
         }[command]
@@ -529,7 +529,7 @@ def test_a_thread_that_cannot_be_had_is_one_line(bench: Bench, server: Server, t
 
 @pytest.mark.parametrize(
     ("command", "line"),
-    [("serve", "tonnage: vllm: cannot be started"), ("ui", "tonnage: --workers: cannot be started")],
+    [("serve", "tonnage: false: cannot be started"), ("ui", "tonnage: --workers: cannot be started")],
 )
 def test_an_engine_or_a_worker_that_cannot_be_started_is_one_line(
     bench: Bench, tmp_path: Path, command: str, line: str

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import subprocess
 import sys
 import time
@@ -462,6 +463,18 @@ def test_sglang_refusal_names_the_fraction():
     assert numbers(seen.figures)["least_fraction"] == "0.778"
 
 
+def test_a_log_without_settings_has_no_line_of_them():
+    lines = run(LOGS / "tabby_refused.log")[1].splitlines()
+    assert lines[1].startswith("figure ")
+
+
+def test_ranks_are_told_apart_in_one_unit():
+    lines = run(LOGS / "vllm_0_26_tp2_colours_crlf.log")[1].splitlines()
+    spreads = [line.split(" ranks, ")[1] for line in lines if " ranks, " in line]
+    assert "34.661 to 34.701 GiB" in spreads  # both are bytes in the log
+    assert all(re.fullmatch(r"[\d.]+ to [\d.]+ GiB", spread) for spread in spreads)
+
+
 def test_tabby_is_read_device_by_device():
     seen = log("tabby_cache_size")
     assert row(seen)["kv_tokens"] == 65_536
@@ -699,6 +712,7 @@ UNUSABLE = {
     "plan of another size": ([LOGS / "vllm_0_27_tp1.log", "--plan", "TP2"], "the log is of another tp than the plan; expected 2; found 1"),
     "no plan": ([LOGS / "vllm_0_27_tp1.log", "--plan", "NOPLAN"], "not a plan; expected schema 'tonnage.plan/1'; found 'tonnage.gpus/1'"),
     "plan of nonsense": ([LOGS / "vllm_0_27_tp1.log", "--plan", "BROKEN"], "not a plan; expected what `tonnage plan --json` prints; found Expected `int`, got `str` - at `$.topology.tp`"),
+    "pipe for a plan": ([LOGS / "vllm_0_27_tp1.log", "--plan", "/dev/null"], "/dev/null: not a regular file"),
     "GPU": ([LOGS / "vllm_0_27_tp1.log", "--gpu", "abacus"], "abacus"),
 }  # fmt: skip
 

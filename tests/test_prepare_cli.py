@@ -177,10 +177,24 @@ def test_a_complete_preparation_is_left_alone(tonnage: Tonnage, source: Path, tm
     document = prepared(tonnage, source, "-o", out)
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     (out / "manifest.json").write_text("of an export")
+    assert "nothing was written: it was prepared so before\n" in tonnage("prepare", source, "-o", out).stderr
     assert prepared(tonnage, source, "-o", out) == document
     assert {path: path.stat().st_mtime_ns for path in before if path.is_file()} == {
         path: time for path, time in before.items() if path.is_file()
     }
+
+
+def test_who_serves_ranks_that_are_cut_by_no_engine_is_said(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:
+    said = "cut by the rules of split, not of an engine"
+    cases: dict[tuple[str, ...], bool] = {
+        ("--tp", "2"): True,
+        ("--tp", "1"): False,
+        ("--tp", "2", "--engine", "vllm"): False,
+        ("--layout", "hf"): False,
+    }
+    for number, (words, noted) in enumerate(cases.items()):
+        done = tonnage("prepare", source, *words, "-o", tmp_path / str(number))
+        assert (done.returncode, said in done.stderr, "nothing was written" in done.stderr) == (0, noted, False), words
 
 
 def test_workers_do_not_change_the_bytes(tonnage: Tonnage, source: Path, tmp_path: Path) -> None:

@@ -459,6 +459,8 @@ def test_a_dry_run_refuses_what_a_run_would(machine: Machine, copy: Path, tmp_pa
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").touch()
     assert "full: not empty" in machine.refusal(copy, "--dry-run", "--run", tmp_path / "full")
+    refused = machine.refusal(copy, "--dry-run", "--engine-command", "no-such-engine serve")
+    assert refused.startswith("no-such-engine: cannot be started; expected a program")
     (copy / "config.json").write_text("{}")
     assert "config.json" in machine.refusal(copy, "--dry-run", status=4)
 
@@ -535,7 +537,7 @@ def test_a_run_that_cannot_be_kept_is_refused(machine: Machine, package: Path):
 
 def test_no_engine_is_one_line(machine: Machine, package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert "cannot be started" in str(machine.serve(package, "--engine-command", "./no-such-engine").exception)
-    shutil.rmtree(machine.run)
+    assert not machine.run.exists()
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert (
         machine.refusal(package)

@@ -59,7 +59,7 @@ def test_somebody_at_a_terminal_is_told_that_it_is_starting_before_it_can_say_wh
     first, second, *_ = os.read(ours, 4096).decode().splitlines()
     os.close(ours)
     assert (done.returncode, done.stdout, first) == (2, b"", "starting; the address follows")
-    assert "/nowhere: cannot be served" in second
+    assert "/nowhere: no such directory" in second
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -207,7 +207,7 @@ def test_a_port_in_use_is_one_line(place, tonnage):
 
 
 REFUSED = {
-    "no directory": (("nowhere",), "nowhere: cannot be served; expected a directory with a printable name"),
+    "no directory": (("nowhere",), "nowhere: no such directory; expected one with checkpoints or configs"),
     "a file": (("models/small/config.json",), "models/small/config.json: cannot be served; expected a directory"),
     "open to others": (("--host", EVERYWHERE), "--host: others can reach it there; expected --allow-host NAME"),
     "no host": (("--host", "no.such.host.invalid", "--allow-host", "x"), "--host: no address; found no.such.host.invalid"),

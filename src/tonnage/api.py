@@ -66,6 +66,8 @@ __all__ = [
 ]
 _CONFIG = "config.json"
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx"})
+_GGUF = "GGUF files are not read"
+_GGUF_INSTEAD = "the safetensors checkpoint they were made of, or its config.json"
 
 
 def open_checkpoint(
@@ -295,8 +297,10 @@ def _located(
         raise CheckpointError(Problem(where=str(source), what="no such file or directory", expected=hint))
     if path.is_dir():
         if not (path / _CONFIG).exists():
-            raise CheckpointError(_no_config(str(source)))
+            raise CheckpointError(_no_config(str(source), gguf=any(map(_is_gguf, open_source(source).names()))))
         return open_source(source), None
+    if _is_gguf(path):
+        raise CheckpointError(Problem(where=str(source), what=_GGUF, expected=_GGUF_INSTEAD))
     if path.suffix.lower() in _WEIGHT_SUFFIXES:
         raise CheckpointError(
             Problem(where=str(source), what="a file of weights", expected="its directory, or a config.json")
@@ -304,7 +308,13 @@ def _located(
     return open_source(path.parent), path.name
 
 
-def _no_config(where: str) -> Problem:
+def _is_gguf(name: str | Path) -> bool:
+    return Path(name).suffix.lower() == ".gguf"
+
+
+def _no_config(where: str, *, gguf: bool = False) -> Problem:
+    if gguf:
+        return Problem(where=where, what=_GGUF, expected=_GGUF_INSTEAD)
     return Problem(where=where, what="no config.json here", expected="a model directory")
 
 

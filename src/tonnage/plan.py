@@ -70,6 +70,8 @@ class RankLedger:
 
 PLAN_SCHEMA = "tonnage.plan/1"
 """Of its document."""
+LOWER_SHARE = "at most --utilization"
+"""How a reason says that a smaller share would do."""
 WEIGHT_LINES = ("weights.", "padding.", "engine.")
 """How the components of lines begin that make up the weights."""
 _DRAFT_WEIGHT_LINES = ("draft.weights", "draft.embedding", "draft.head", "draft.engine")
@@ -174,7 +176,7 @@ class Plan:
         from tonnage.memory.budget import utilization_text  # noqa: PLC0415 - few plans need it
 
         less = _more(supply.nbytes, free)
-        most = f"; at most --utilization {utilization_text(Fraction(free, supply.whole_bytes))}" if free > 0 else ""
+        most = f"; {LOWER_SHARE} {utilization_text(Fraction(free, supply.whole_bytes))}" if free > 0 else ""
         outside_is = "beside its context, and graphs before vLLM 0.21"
         return (f"the engine does not start: {supply.source} is {less} {outside_is}{most}",)
 
@@ -304,8 +306,7 @@ def _scope(placement: Placement, held: Sequence[Held], *, served: bool) -> tuple
     reserved = any(h.component == "reserve" and h.nbytes for h in held)
     room = "held only by the reserve" if reserved else "and nothing is reserved for them (--reserve)"
     weights_only = f"weights only: KV cache, activations, graphs and communication are not counted, {room}"
-    runtime = "served by vLLM's rules; without --gpu, buffers are those measured on SM 12.0 (docs/k31-ranks.md)"
-    notes = [weights_only] if not served else [runtime] if placement.engine.name == "split" else []
+    notes = [] if served else [weights_only]
     assignment = placement.assignment
     exl3 = assignment.container is not None or any(e.fmt.name.startswith("exl3") for e in assignment.entries)
     if exl3 and placement.engine.name in ("vllm", "sglang"):

@@ -25,11 +25,26 @@ def notes_on(placement: Placement, request: PlanRequest) -> tuple[str, ...]:
     """Return what is to be known of a request and what was placed for it."""
     on_cpu = (CPU_NOTE,) if request.device == "cpu" else ()
     return (
+        *_runtime_of_split(placement, request),
+        *_supply_of_gpu(request),
         *_without_effect(placement.assignment, request),
         *beyond_context(placement, request),
         *_requests_assumed(placement, request),
         *on_cpu,
     )
+
+
+def _runtime_of_split(placement: Placement, request: PlanRequest) -> Iterator[str]:
+    """Yield whose rules tell what ranks hold beside weights where no engine is named."""
+    if request.serves and placement.engine.name == "split":
+        assumed = "; without --gpu, buffers are those measured on SM 12.0 (docs/k31-ranks.md)"
+        yield "served by vLLM's rules" + ("" if request.gpu else assumed)
+
+
+def _supply_of_gpu(request: PlanRequest) -> Iterator[str]:
+    """Yield that the size of a GPU is not that of the table."""
+    if request.gpu is not None and request.supply is not None and request.supply.source.startswith("--supply"):
+        yield "the size is that of --supply; --gpu says which kind of GPU it is"
 
 
 def _without_effect(assignment: Assignment, request: PlanRequest) -> Iterator[str]:

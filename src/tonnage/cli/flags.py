@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -41,6 +41,7 @@ from tonnage.errors import one_line
 if TYPE_CHECKING:
     from tonnage.cli.opening import Opening
     from tonnage.flags.values import ServeCommand, ServePlan
+    from tonnage.plan import Plan
 
 
 def flags(
@@ -86,6 +87,7 @@ def flags(
     from tonnage.launch import check_judged, launch, served_name
     from tonnage.plan_options import plan_request
     from tonnage.sources.addresses import is_remote
+    from tonnage.suggestions import suggest
 
     opening, cut = Opening(offline=offline), open_cut(source)
     cut.check_convert(convert)
@@ -98,12 +100,11 @@ def flags(
         draft_bytes=draft_bytes, draft_method=draft_method, draft_tokens=draft_tokens, convert=convert,
     )  # fmt: skip
     check_judged(request)
-    plan = plan_checkpoint(cut.checkpoint or opening.checkpoint(source), request)
+    checkpoint = cut.checkpoint or opening.checkpoint(source)
+    plan = plan_checkpoint(checkpoint, request)
     cut.check_plan(plan)
     if not plan.fits:
-        for reason in plan.reasons:
-            note(f"does not fit: {reason}")
-        raise typer.Exit(DOES_NOT_FIT)
+        _refuse(plan, cut.suggested(suggest(checkpoint, request)))
     serve, command = launch(
         plan,
         request,
@@ -116,6 +117,21 @@ def flags(
         layout="hf" if cut.served is None else cut.served.layout,
     )
     _print(serve, command, opening if as_json else None)
+
+
+def _refuse(plan: Plan, suggestions: tuple[str, ...]) -> NoReturn:
+    """Say why it does not fit, and what would.
+
+    Raises:
+        Exit: Always.
+    """
+    from tonnage.report.tables import ways_out
+
+    for reason in plan.reasons:
+        note(f"does not fit: {reason}")
+    if way := ways_out(plan, suggestions):
+        note(way)
+    raise typer.Exit(DOES_NOT_FIT)
 
 
 def _name_for_engine(source: str) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tonnage.prepare.executor_ray import RayCluster
     from tonnage.prepare.preparation import Preparation
     from tonnage.prepare.request import PrepareOptions
+    from tonnage.prepare.run import Standing
     from tonnage.prepare.summary import Summary
 
 _COLUMNS = ("rank", "planned_bytes", "written_bytes", "difference", "file_bytes", "files")
@@ -97,7 +98,7 @@ def prepare(
 
     Cut, converted if wanted, resumable after anything.
 
-    Example: tonnage prepare ./Llama-3.1-8B --tp 2 --convert mxfp8 -o prepared --dry-run
+    Example: tonnage prepare ./Llama-3.1-8B --tp 2 --engine vllm --convert mxfp8 -o prepared --dry-run
     """
     from tonnage.api import PlanRequest
     from tonnage.prepare.pool import local_processes
@@ -124,13 +125,28 @@ def prepare(
         if dry_run:
             _emit_dry_run(preparation, force=force, as_json=as_json)
             return
+        begun: list[bool] = []
         # What Ray says of its nodes, it says on stdout.
         with progress() as show, nullcontext() if cluster is None else redirect_stdout(sys.stderr):
-            summary = run_preparation(preparation, show, force=force, executor=cluster or local_processes)
+
+            def follow(standing: Standing) -> None:
+                begun[:] = [True]
+                show(standing)
+
+            summary = run_preparation(preparation, follow, force=force, executor=cluster or local_processes)
     if as_json:
         emit_json(json.loads(summary_bytes(summary)))
     else:
         _emit_summary(preparation, summary)
+    if not begun:
+        note("nothing was written: it was prepared so before")
+    _note_split(request, layout)
+
+
+def _note_split(request: PlanRequest, layout: str) -> None:
+    """Say of ranks that are cut by no engine's rules what that means for serving them."""
+    if request.engine == "split" and layout == "tp" and request.topology.world_size > 1:
+        note("note: cut by the rules of split, not of an engine; `tonnage serve` starts what --engine vllm cuts")
 
 
 def _cluster(executor: str, address: str | None, node_resource: str | None, tasks: int | None) -> RayCluster | None:

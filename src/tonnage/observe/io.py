@@ -213,7 +213,10 @@ def read_plan(path: Path) -> SavedPlan:
     Raises:
         ObservationError: It cannot be read, or is no plan.
     """
-    raw = read_bytes(path, limit_bytes=PLAN_LIMIT_BYTES, kind=ObservationError)
+    try:
+        raw = read_bytes(path, limit_bytes=PLAN_LIMIT_BYTES, kind=ObservationError)
+    except ObservationError as error:  # a name alone, such as that of a descriptor, says little
+        raise ObservationError(*(replace(problem, where=str(path)) for problem in error.problems)) from error
     return plan_of(parse_object(raw, where=str(path), kind=ObservationError), where=str(path))
 
 

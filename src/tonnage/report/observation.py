@@ -71,7 +71,7 @@ def observation_table(observed: Observed) -> RenderableType:
     parts: list[RenderableType] = [Text(_title(observation), style="bold")]
     if observation.starts > 1:
         parts.append(Text(f"{observation.starts} starts in this log; the last one counts", style="dim"))
-    parts += [_settings(observation), _figures(observation)]
+    parts += [*_settings(observation), _figures(observation)]
     tightest = _tightest(observation.ranks)
     if tightest is not None and tightest.ledger:
         parts.append(_ledger(tightest, comparisons))
@@ -156,9 +156,9 @@ def _title(observation: Observation) -> str:
     return " · ".join(str(name) for name in names if name)
 
 
-def _settings(observation: Observation) -> RenderableType:
+def _settings(observation: Observation) -> list[RenderableType]:
     shown = {name: reading.text for name, reading in observation.settings.items() if name not in ("version", "model")}
-    return Text(" ".join(f"{name}={text}" for name, text in shown.items()), style="dim")
+    return [Text(" ".join(f"{name}={text}" for name, text in shown.items()), style="dim")] if shown else []
 
 
 def _figures(observation: Observation) -> RenderableType:
@@ -182,7 +182,10 @@ def _spread(name: str, ranks: Sequence[RankObservation]) -> str:
     values = sorted((quantity.nbytes, quantity.text) for quantity in quantities)
     if not values or values[0] == values[-1]:
         return ""
-    return f"{len(values)} ranks, {values[0][1]} to {values[-1][1]}"
+    (smallest, low), (largest, high) = values[0], values[-1]
+    if FIGURES[name].kind == "bytes":  # logs print some of them in GiB, some in bytes
+        low, high = gib(smallest), f"{gib(largest)} GiB"
+    return f"{len(values)} ranks, {low} to {high}"
 
 
 def _tightest(ranks: Sequence[RankObservation]) -> RankObservation | None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tonnage.errors import one_line
+from tonnage.plan import LOWER_SHARE
 from tonnage.report.changes import changes, signed_size
 from tonnage.report.documents import cache_document, plan_document
 from tonnage.report.saved import read_saved
@@ -98,7 +99,7 @@ def _changed(before: SavedPlan, after: SavedPlan) -> list[RenderableType]:
 
 def inspect_table(checkpoint: Checkpoint, inspection: Inspection) -> RenderableType:
     """Return totals and the sums by role, storage format and dtype."""
-    source = counted(len(checkpoint.headers.shards), "shard file") if checkpoint.headers is not None else "config alone"
+    source = _read_of(checkpoint)
     total = inspection.total
     unit, short = unit_for(total.nbytes)
     credit = (
@@ -116,6 +117,13 @@ def inspect_table(checkpoint: Checkpoint, inspection: Inspection) -> RenderableT
     if checkpoint.headers is not None:
         parts.append(Text("nothing missing, nothing unexpected, nothing misshapen"))
     return Group(*parts)
+
+
+def _read_of(checkpoint: Checkpoint) -> str:
+    if checkpoint.headers is None:
+        return "config alone"
+    shards = checkpoint.headers.shards
+    return shards[0].shard_file if checkpoint.source is None else counted(len(shards), "shard file")
 
 
 def families_table(families: Mapping[str, Mapping[str, object]]) -> RenderableType:
@@ -222,11 +230,18 @@ def _verdict(plan: Plan, suggestions: Sequence[str]) -> Text:
     text = Text("REFUSED: " + "\n".join(plan.reasons), style="bold red")
     if supply:
         text.append(f"\n{supply}", style="not bold")
-    if suggestions:
-        text.append("\nwould fit with: " + ", or ".join(suggestions), style="not bold")
-    elif supply:
-        text.append("\nno single change that was tried fits; tonnage fit tries every way to share it", style="not bold")
+    if way := ways_out(plan, suggestions):
+        text.append(f"\n{way}", style="not bold")
     return text
+
+
+def ways_out(plan: Plan, suggestions: Sequence[str]) -> str:
+    """Return what would make a refused plan fit, as one line; empty where its reasons say it, or no supply is known."""
+    if suggestions:
+        return "would fit with: " + ", or ".join(suggestions)
+    if plan.supply is None or any(LOWER_SHARE in reason for reason in plan.reasons):
+        return ""
+    return "no single change that was tried fits; tonnage fit tries every way to share it"
 
 
 def _sums(title: str, rows: Sequence[tuple[str, Sum]]) -> Table:

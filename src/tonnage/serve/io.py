@@ -41,7 +41,7 @@ def find_program(given: str | None) -> Program:
     is run instead.
 
     Raises:
-        EngineError: There is none.
+        EngineError: There is none, or none by the name given.
     """
     if given is not None:
         try:
@@ -50,6 +50,9 @@ def find_program(given: str | None) -> Program:
             raise EngineError(Problem(where="--engine-command", what="no words", found=str(error))) from error
         if not words:
             raise EngineError(Problem(where="--engine-command", what="names no program"))
+        if shutil.which(words[0]) is None:
+            expected = "a program, by its path or by a name on the path"
+            raise EngineError(Problem(where=words[0], what="cannot be started", expected=expected))
         return Program(words=words)
     beside = Path(sys.executable).with_name("vllm")
     if beside.exists():

@@ -61,6 +61,8 @@ def check_directories(paths: Iterable[Path]) -> tuple[str, ...]:
     directories = tuple(str(path) for path in paths)
     problems = [
         Problem(where=directory, what="cannot be served", expected="a directory with a printable name")
+        if os.path.lexists(directory)
+        else Problem(where=directory, what="no such directory", expected="one with checkpoints or configs")
         for directory in directories
         if not directory.isprintable() or not Path(directory).is_dir()
     ]
