@@ -152,6 +152,29 @@ def test_ranks_that_are_not_those_on_record_are_refused(tonnage_here, package: P
     assert "weights of rank 1 are not those of the plan on record" in done.stderr
 
 
+@pytest.mark.parametrize("made", ["package", "preparation"])
+def test_a_file_of_a_rank_that_is_not_as_it_was_written_is_refused(tonnage_here, request, tmp_path: Path, made: str):
+    copy = Path(shutil.copytree(request.getfixturevalue(made), tmp_path / "copy"))
+    names = [f"weights/tp2/rank-{rank}/model-00001-of-00001.safetensors" for rank in (0, 1)]
+    (copy / names[0]).write_bytes((copy / names[0]).read_bytes()[:-1])
+    (copy / names[1]).unlink()
+    done = tonnage_here("plan", copy)
+    assert done.returncode == 2
+    first, second = done.stderr.splitlines()[-2:]
+    assert first.startswith(f"tonnage: {names[0]}: another size than on record; expected ")
+    assert second.startswith(f"tonnage: {names[1]}: cannot be read; expected ")
+    shutil.rmtree((copy / names[1]).parent)  # of another host
+    assert names[1] not in tonnage_here("plan", copy).stderr
+
+
+def test_a_package_without_its_signature_is_not_planned_as_its_config(tonnage_here, package: Path, tmp_path: Path):
+    copy = Path(shutil.copytree(package, tmp_path / "copy"))
+    (copy / "model.sig").unlink()
+    done = tonnage_here("plan", copy)
+    assert done.returncode == 2
+    assert "a package without model.sig, cut into ranks" in done.stderr
+
+
 def test_a_preparation_that_is_not_complete_is_refused(tonnage_here, preparation: Path):
     (preparation / "prepare.json").unlink()
     (preparation / ".prepare").mkdir()

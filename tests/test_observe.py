@@ -713,6 +713,8 @@ UNUSABLE = {
     "no plan": ([LOGS / "vllm_0_27_tp1.log", "--plan", "NOPLAN"], "not a plan; expected schema 'tonnage.plan/1'; found 'tonnage.gpus/1'"),
     "plan of nonsense": ([LOGS / "vllm_0_27_tp1.log", "--plan", "BROKEN"], "not a plan; expected what `tonnage plan --json` prints; found Expected `int`, got `str` - at `$.topology.tp`"),
     "pipe for a plan": ([LOGS / "vllm_0_27_tp1.log", "--plan", "/dev/null"], "/dev/null: not a regular file"),
+    "plan below itself": ([LOGS / "vllm_0_27_tp1.log", "--plan", "BELOW"], "rank 0: weights.mlp above its bound; expected 1"),
+    "plan of other ranks": ([LOGS / "vllm_0_27_tp1.log", "--plan", "TWICE"], "ranks of a plan; expected 0..0 (tp1 ep1 pp1); found 2"),
     "GPU": ([LOGS / "vllm_0_27_tp1.log", "--gpu", "abacus"], "abacus"),
 }  # fmt: skip
 
@@ -723,6 +725,8 @@ def test_unusable_input_exits_with_two(tmp_path, words, message):
     for name, document in (
         ("NOPLAN", {"schema": "tonnage.gpus/1"}),
         ("BROKEN", by_hand([[]], topology={"tp": "x"})),
+        ("BELOW", by_hand([[{"component": "weights.mlp", "nbytes": 2, "bound_nbytes": 1}]])),
+        ("TWICE", by_hand([[], []]) | {"topology": {"tp": 1, "ep": 1, "pp": 1, "dcp": 1}}),
     ):
         made[name] = tmp_path / f"{name}.json"
         made[name].write_text(json.dumps(document))

@@ -284,11 +284,51 @@ def test_a_worker_in_a_session_of_its_own_ends_with_the_engine(machine: Machine,
         other.kill()
 
 
+ORPHANS = """
+import os, subprocess, sys
+from tonnage.serve.adoption import adopting, children, end_children, wait_for_ended
+
+def orphan(seconds):
+    sleeping = f"import time; time.sleep({seconds})"
+    parent = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-S', '-c', sys.argv[1]]).pid, flush=True); sys.stdin.read()"
+    words = [sys.executable, "-S", "-c", parent, sleeping]
+    started = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return started, int(started.stdout.readline())
+
+def end(started):
+    started.stdin.close()
+    started.wait()
+
+before, stranger = orphan(60)
+with adopting() as others:
+    engine, worker = orphan(0)
+    end(before)
+    end(engine)
+    assert {stranger, worker} <= children()
+    while worker in children():
+        wait_for_ended(others, engine.pid)
+    left, late = orphan(60)
+    end(left)
+    end_children(others)
+    assert children() == {stranger}
+    assert os.waitpid(stranger, os.WNOHANG) == (0, 0)  # it runs
+    os.kill(stranger, 9)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is adopted elsewhere")
+def test_what_is_adopted_is_ended_and_waited_for_unless_it_was_there_before():
+    subprocess.run([sys.executable, "-c", ORPHANS], check=True, timeout=60)
+
+
 def test_keys_are_passed_on_and_neither_shown_nor_kept(machine: Machine, package: Path):
     secrets = ("sesame-1", "sesame-2", "hf_sesame")
     extra = ("--seed", "7", "--api-key", *secrets[:2], f"--hf_token={secrets[2]}")
-    done = machine.serve(package, "--check", "--json", "--show-log", "--", *extra)
+    for told in (machine.serve(package, "--dry-run", *how, "--", *extra) for how in ((), ("--json",))):
+        assert told.exit_code == 0
+        assert not any(secret in told.output for secret in secrets)
 
+    done = machine.serve(package, "--check", "--json", "--show-log", "--", *extra)
     assert done.exit_code == 0
     assert machine.started["words"][-6:] == list(extra)
     kept = "".join(path.read_text() for path in machine.run.iterdir() if path.name != LOG)
@@ -301,11 +341,23 @@ def test_keys_are_passed_on_and_neither_shown_nor_kept(machine: Machine, package
 
 @pytest.mark.parametrize(
     "words",
-    [["--api-k", "abcd"], ["--other.secret=abcd"], ["--ssl-password", "abcd", "efgh"], ["--AUTH_TOKEN", "abcd"]],
-)
+    [
+        ["--api-k", "abcd"], ["--other.secret=abcd"], ["--ssl-password", "abcd", "efgh"], ["--AUTH_TOKEN", "abcd"],
+        ["env", "HF_TOKEN=abcd", "vllm", "serve"], ["docker", "--env=VLLM_API_KEY=abcd", "vllm"],
+        ["--x", '{"a": [{"api_keys": ["abcd"]}], "size": 2}'], ['--x={"token": {"value": "\\u0061bcd"}}'],
+        ["--otlp-traces-endpoint", "http://me:abcd@host/v1"],
+    ],
+)  # fmt: skip
 def test_what_is_called_a_secret_is_one_shortened_or_not(words: list[str]):
     assert "abcd" not in " ".join(masked(words))
     assert unsaid("the key abcd is wrong", words) == "the key *** is wrong"
+
+
+def test_a_secret_of_the_environment_is_not_repeated_and_none_is_in_a_refusal():
+    assert unsaid("sesame-1 at home", ["vllm"], {"VLLM_API_KEY": "sesame-1", "HOME": "at home"}) == "*** at home"
+    with pytest.raises(FlagsError) as refused:
+        engine_words(COMMAND, Program(words=("vllm", "serve")), HERE, ['--kv-transfer-config={"token": "abcd"}'])
+    assert "abcd" not in str(refused.value)
 
 
 def test_a_flood_fills_no_disk_and_hides_no_figure(machine: Machine, package: Path):

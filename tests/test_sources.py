@@ -255,7 +255,8 @@ def test_a_head_that_lies_is_refused(status: int, headers: dict[str, str]) -> No
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("7", 7.0), ("Thu, 01 Jan 1970 00:01:40 GMT", 90.0), ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0), ("soon", None), ("", None), ("-3", None)],
+    [("7", 7.0), ("Thu, 01 Jan 1970 00:01:40 GMT", 90.0), ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0), ("soon", None), ("", None), ("-3", None),
+     ("Thu, 01 Jan 99999999999999 00:00:00 GMT", None), ("Thu, 01 Jan 1970 00:00:00 +99999999999999999999", None)],
 )  # fmt: skip
 def test_how_long_a_server_wants_to_be_left_alone(text: str, seconds: float | None) -> None:
     assert retry_after({"retry-after": text}, 10.0) == seconds

@@ -35,7 +35,7 @@ from tonnage.memory.supply import supply_bytes
 from tonnage.placement import Placement, place
 from tonnage.plan import Held, Plan, make_plan
 from tonnage.plan_notes import notes_on
-from tonnage.prepare.documents import MANIFEST, SIGNATURE, STATE, SUMMARY
+from tonnage.prepare.documents import MANIFEST, PROVENANCE, SIGNATURE, STATE, SUMMARY
 from tonnage.recipes.blueprint import blueprint_of
 from tonnage.request import Checkpoint, Convert, Estimator, PlanRequest
 from tonnage.sources.addresses import is_remote, open_source, split_file
@@ -347,10 +347,11 @@ def cut_into_ranks(source: Source) -> str | None:
     if any(name.endswith(SUFFIX) for name in source.names()):
         return None
     finished = all(source.has(name) for name in (MANIFEST, SIGNATURE))
-    begun = finished or any(source.has(name) for name in (SUMMARY, STATE))
-    if not begun or not source.has("weights"):
+    prepared = any(source.has(name) for name in (SUMMARY, STATE))
+    unsigned = not finished and not prepared and all(source.has(name) for name in (MANIFEST, PROVENANCE))
+    if not (finished or prepared or unsigned) or not source.has("weights"):
         return None
-    return "a package" if finished else "a prepared directory"
+    return "a package" if finished else "a prepared directory" if prepared else "a package without model.sig"
 
 
 def _check_source(source: Source) -> None:

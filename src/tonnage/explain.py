@@ -20,7 +20,7 @@ from tonnage.errors import Problem, one_line, raise_if_any
 from tonnage.measure.classes import UNKNOWN
 from tonnage.measure.record import MeasuredRank, Measurement, MeasurementError
 from tonnage.recipes.schema import ROLES
-from tonnage.saved_plan import SavedLine, SavedPlan, SavedRank, read_plan_document
+from tonnage.saved_plan import SavedLine, SavedPlan, SavedRank, check_ranks, read_plan_document
 from tonnage.units import ranges
 
 EXPLAIN_SCHEMA = "tonnage.explain/1"
@@ -100,19 +100,7 @@ def read_planned(raw: bytes, where: str) -> SavedPlan:
     """
     where = one_line(where)
     plan = read_plan_document(parse_object(raw, where=where, kind=MeasurementError), where=where, kind=MeasurementError)
-    problems = [
-        Problem(
-            where=where, what=f"rank {rank.rank}: {line.component} above its bound", expected=f"{line.bound_nbytes}"
-        )
-        for rank in plan.ranks
-        for line in rank.lines
-        if line.nbytes > line.bound_nbytes
-    ]
-    world_size = plan.topology.world_size
-    if len(plan.ranks) != world_size or any(rank.rank != number for number, rank in enumerate(plan.ranks)):
-        expected = f"0..{world_size - 1} ({plan.topology.cut})"
-        problems.append(Problem(where=where, what="ranks of a plan", expected=expected, found=f"{len(plan.ranks)}"))
-    raise_if_any(MeasurementError, problems)
+    check_ranks(plan, where=where, kind=MeasurementError)
     return plan
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from tonnage.errors import Problem, TonnageError
+from tonnage.errors import Problem, TonnageError, raise_if_any
 from tonnage.memory.supply import Basis
 from tonnage.plan import PLAN_SCHEMA, WEIGHT_LINES
 from tonnage.topology import MOST_RANKS, Device, cut_words
@@ -235,6 +235,27 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Return what a rank needs while it serves, at its bounds: the fixed lines and the cache."""
         given = self.cache.given_bytes
         return rank.fixed_bytes + (rank.cache_bytes if given is None else given)
+
+
+def check_ranks(plan: SavedPlan, *, where: str, kind: type[TonnageError]) -> None:
+    """Refuse lines that nothing can be held against.
+
+    Raises:
+        TonnageError: Of that kind: a bound is below its value, or ranks are not those of the topology.
+    """
+    problems = [
+        Problem(
+            where=where, what=f"rank {rank.rank}: {line.component} above its bound", expected=f"{line.bound_nbytes}"
+        )
+        for rank in plan.ranks
+        for line in rank.lines
+        if line.nbytes > line.bound_nbytes
+    ]
+    world_size = plan.topology.world_size
+    if len(plan.ranks) != world_size or any(rank.rank != number for number, rank in enumerate(plan.ranks)):
+        expected = f"0..{world_size - 1} ({plan.topology.cut})"
+        problems.append(Problem(where=where, what="ranks of a plan", expected=expected, found=f"{len(plan.ranks)}"))
+    raise_if_any(kind, problems)
 
 
 def read_plan_document(document: Mapping[str, Any], *, where: str, kind: type[TonnageError]) -> SavedPlan:

@@ -169,6 +169,6 @@ def serve(
             save=save, as_json=as_json,
         )  # fmt: skip
         session.begin()
-        show = (lambda line: note(one_line(unsaid(line, launched)))) if show_log else None
+        show = (lambda line: note(one_line(unsaid(line, launched, environment)))) if show_log else None
         ran = run_engine(launch, session.ready, show)
     raise typer.Exit(session.end(ran))

@@ -95,7 +95,7 @@ class Session:
         if ran.end in ("died", "late") and not ran.ready:
             contradicts = self._refused()
         for line in ran.last_lines:
-            note(f"engine: {one_line(unsaid(line, self.launch.words))}")
+            note(f"engine: {self._shown(line)}")
         match ran.end:
             case "died":
                 note(f"tonnage: the engine ended by itself, {_ended(ran.engine_code)}; log: {self._log}")
@@ -108,6 +108,9 @@ class Session:
                 note("measured and ended")
         code = Outcome(end=ran.end, ready=ran.ready, signal=ran.signal, contradicts=contradicts).exit_code
         return 2 if code == 0 and self.launch.check and not self.measured else code
+
+    def _shown(self, line: str) -> str:
+        return one_line(unsaid(line, self.launch.words, self.launch.environment))
 
     @property
     def _log(self) -> str:
@@ -189,7 +192,7 @@ class Session:
         except ObservationError:
             return False
         for reason in observed.observation.refusals:
-            note(f"tonnage: the plan fits, and the engine refuses: {one_line(reason)}")
+            note(f"tonnage: the plan fits, and the engine refuses: {self._shown(reason)}")
         return bool(observed.observation.refusals)
 
 

@@ -27,7 +27,7 @@ from tonnage.memory.supply import Supply, parse_supply, supply_bytes
 from tonnage.memory.workspace_shape import parse_release
 from tonnage.report.documents import plan_document
 from tonnage.serve.io import machine_supply
-from tonnage.serve.words import Program, engine_environment, overridden, runs_remote_code
+from tonnage.serve.words import Program, engine_environment, masked, overridden, runs_remote_code
 from tonnage.suggestions import suggest
 from tonnage.supply_options import free_gpus, read_share
 from tonnage.topology import Device
@@ -73,7 +73,9 @@ def extra_words(extra: list[str] | None) -> tuple[str, ...]:
     """
     words = tuple(extra or ())
     if words and not words[0].startswith("-"):
-        raise UnitError(Problem(where=words[0], what="no flag of the engine", expected="one package; -- before flags"))
+        raise UnitError(
+            Problem(where=masked(words)[0], what="no flag of the engine", expected="one package; -- before flags")
+        )
     if runs_remote_code(words):
         note("warning: --trust-remote-code lets the engine execute what is in the package")
     return words
@@ -266,13 +268,13 @@ def emit_dry_run(
     variables = {name: value for name, value in environment.items() if os.environ.get(name) != value}
     if as_json:
         facts = {"package": served.name, "kind": served.kind, "verified": verified, "device": request.device}
-        command = {"words": list(words), "environment": variables}
+        command = {"words": list(masked(words)), "environment": variables}
         emit_json({"schema": "tonnage.serve-dry-run/1", **facts, **command, "plan": document})
         return
     from tonnage.report.tables import plan_table, render
 
     emit(render(plan_table(served.checkpoint, request, plan, ())))
-    emit(shlex.join((*(f"{name}={value}" for name, value in sorted(variables.items())), *words)))
+    emit(shlex.join((*(f"{name}={value}" for name, value in sorted(variables.items())), *masked(words))))
     if not verified:
         note(f"warning: {one_line(served.name)} is not verified: --unsigned")
     note("nothing was started (--dry-run)")

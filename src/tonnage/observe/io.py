@@ -21,7 +21,7 @@ from tonnage.observe.compare import Comparison, compare
 from tonnage.observe.likeness import mismatches, names_differ, other_service
 from tonnage.observe.reader import MARKERS, LogReader, Observation
 from tonnage.observe.scan import LONGEST_LINE, lines_with
-from tonnage.saved_plan import PLAN_LIMIT_BYTES, SavedPlan, read_plan_document
+from tonnage.saved_plan import PLAN_LIMIT_BYTES, SavedPlan, check_ranks, read_plan_document
 
 _BLOCK_BYTES = 1 << 20
 _UTF16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
@@ -224,9 +224,11 @@ def plan_of(document: Mapping[str, Any], *, where: str) -> SavedPlan:
     """Return a plan document that was parsed.
 
     Raises:
-        ObservationError: It is no plan.
+        ObservationError: It is no plan, a bound is below its value, or ranks are not those of its topology.
     """
-    return read_plan_document(document, where=where, kind=ObservationError)
+    plan = read_plan_document(document, where=where, kind=ObservationError)
+    check_ranks(plan, where=where, kind=ObservationError)
+    return plan
 
 
 @contextmanager

@@ -26,13 +26,32 @@ _PROC = Path("/proc")
 
 @contextmanager
 def adopting() -> Iterator[frozenset[int]]:
-    """Adopt orphans for as long as the block lasts, and yield the children of before: none of the engine's."""
+    """Adopt orphans for as long as the block lasts, and yield the processes below this one of before.
+
+    None of these is the engine's; those below a child become children of this process when the child ends.
+    """
     before = _is_subreaper()
     _set_subreaper(on=True)
     try:
-        yield children()
+        yield _descendants()
     finally:
         _set_subreaper(on=before)
+
+
+def wait_for_ended(others: frozenset[int], leader: int) -> None:
+    """Let adopted processes that ended go, as whoever adopts has to; an engine may run for weeks and leave many.
+
+    Args:
+        others: Children who are waited for elsewhere.
+        leader: Another one.
+    """
+    if sys.platform != "linux":  # nothing is adopted
+        return
+    with suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == leader or ended.si_pid in others:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def end_children(others: frozenset[int]) -> None:
@@ -51,6 +70,17 @@ def children() -> frozenset[int]:
     """Return the processes whose parent is this one; none where the system does not say."""
     own = os.getpid()
     return frozenset(pid for pid in _processes() if _parent_of(pid) == own)
+
+
+def _descendants() -> frozenset[int]:
+    below: dict[int | None, list[int]] = {}
+    for pid in _processes():
+        below.setdefault(_parent_of(pid), []).append(pid)
+    found, begun = [], [os.getpid()]
+    while begun:
+        begun = [pid for parent in begun for pid in below.pop(parent, ())]
+        found += begun
+    return frozenset(found)
 
 
 def _processes() -> Iterator[int]:

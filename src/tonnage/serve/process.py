@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from tonnage.errors import Problem, TonnageError
 from tonnage.observe.io import whole_lines
-from tonnage.serve.adoption import end_children
+from tonnage.serve.adoption import end_children, wait_for_ended
+from tonnage.serve.words import masked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,7 +70,7 @@ class EngineProcess:
             )
         except (OSError, ValueError) as error:
             found = error.strerror if isinstance(error, OSError) else str(error)
-            raise EngineError(Problem(where=words[0], what="cannot be started", found=found)) from error
+            raise EngineError(Problem(where=masked(words)[0], what="cannot be started", found=found)) from error
         self._heard = time.monotonic()
         self._listener = threading.Thread(target=self._listen, name="engine output", daemon=True)
         self._listener.start()
@@ -82,6 +83,10 @@ class EngineProcess:
     def exit_code(self) -> int | None:
         """Return how it ended, negative by a signal; ``None`` while it runs."""
         return self._process.poll()
+
+    def wait_for_orphans(self) -> None:
+        """Let processes go that the engine left behind and that ended."""
+        wait_for_ended(self._others, self.pid)
 
     def wait_quiet(self, quiet_seconds: float, most_seconds: float) -> None:
         """Wait until nothing was said for a moment."""

@@ -119,6 +119,7 @@ def _follow(launch: Launch, engine: EngineProcess, sent: _Signals, on_ready: Cal
             return "died", False
         if time.monotonic() > latest:
             return "late", False
+        engine.wait_for_orphans()
         time.sleep(_POLL_SECONDS)
     engine.wait_quiet(_QUIET_SECONDS, _MOST_QUIET_SECONDS)
     if engine.exit_code() is not None:
@@ -127,6 +128,7 @@ def _follow(launch: Launch, engine: EngineProcess, sent: _Signals, on_ready: Cal
     while not launch.check and not sent.count:
         if engine.exit_code() is not None:
             return "died", True
+        engine.wait_for_orphans()
         time.sleep(_POLL_SECONDS)
     return ("stopped" if sent.count else "checked"), True
 

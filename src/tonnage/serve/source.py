@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 from tonnage.api import Checkpoint, open_checkpoint, read_config
 from tonnage.checkpoint.io import CheckpointHeaders, read_bytes
+from tonnage.checkpoint.strict_json import MOST_PROBLEMS
 from tonnage.errors import CheckpointError, FlagsError, Problem, UnitError, one_line, raise_if_any
 from tonnage.export.agreement import read_package_plan, read_provenance
 from tonnage.export.manifest import MANIFEST_LIMIT_BYTES, PackageError, Parallel, parse_manifest
@@ -141,7 +143,7 @@ def open_served(path: str | Path) -> Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    """What a package or a preparation says of itself."""
+    """What a package or a preparation says of itself; of its files those of ranks, path and bytes."""
 
     kind: Kind
     name: str
@@ -150,6 +152,7 @@ class _Record:
     engine: str
     digest: str
     ranks: tuple[int, ...]
+    files: tuple[tuple[str, int], ...]
     recorded: SavedPlan | None
 
 
@@ -167,6 +170,7 @@ def _package(directory: Path) -> Served:
         engine=provenance.options.engine,
         digest=provenance.source.digest,
         ranks=manifest.ranks,
+        files=tuple((file.path, file.nbytes) for file in manifest.files if file.rank is not None),
         recorded=plan,
     )
     return _served(directory, record)
@@ -184,6 +188,7 @@ def _prepared(directory: Path) -> Served:
         engine=identity.engine,
         digest=identity.checkpoint,
         ranks=identity.ranks,
+        files=tuple((file.path, file.file_bytes) for rank in summary.ranks for file in rank.files),
         recorded=None if summary.plan is None else read_plan_document(summary.plan, where=SUMMARY, kind=PackageError),
     )
     return _served(directory, record)
@@ -218,13 +223,33 @@ def _of_ranks(directory: Path, record: _Record) -> Checkpoint:
     if missing:
         found = f"all but {', '.join(map(str, missing[:10]))}"
         raise CheckpointError(Problem(where=record.name, what="ranks are missing", expected=sizes.words, found=found))
+    topology = Topology(tp=sizes.tp, ep=sizes.ep, pp=sizes.pp)
+    raise_if_any(CheckpointError, islice(_lost(directory, topology, record), MOST_PROBLEMS))
     config = read_config(directory)
-    shard = whole_tensors(_tensors(directory, Topology(tp=sizes.tp, ep=sizes.ep, pp=sizes.pp)))
+    shard = whole_tensors(_tensors(directory, topology))
     assignment = assign_headers(blueprint_of(config), (shard,))
     note = f"a {record.kind}, cut for {sizes.words} by the rules of {record.engine}: bytes are as its ranks store them"
     assignment = replace(assignment, notes=(note, *assignment.notes))
     headers = CheckpointHeaders(shards=(shard,), notes=())
     return Checkpoint(name=record.name, digest=record.digest, assignment=assignment, headers=headers)
+
+
+def _lost(directory: Path, topology: Topology, record: _Record) -> Iterator[Problem]:
+    """Yield files that are not as they were written, of ranks that are here: others may be on other hosts."""
+    folders = {rank_directory(topology, rank) for rank in range(topology.world_size)}
+    here = {folder for folder in folders if (directory / folder).is_dir()}
+    for path, nbytes in record.files:
+        folder, _, name = path.rpartition("/")
+        if folder in here:
+            try:
+                found = (directory / folder / name).stat().st_size
+            except OSError as error:
+                yield Problem(where=path, what="cannot be read", expected=f"{nbytes} bytes", found=error.strerror)
+                continue
+            if found != nbytes:
+                yield Problem(
+                    where=path, what="another size than on record", expected=f"{nbytes} bytes", found=f"{found} bytes"
+                )
 
 
 def _tensors(directory: Path, topology: Topology) -> Iterator[TensorView]:

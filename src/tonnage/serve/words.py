@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tonnage.checkpoint.strict_json import Members, NotJsonError, members
 from tonnage.errors import FlagsError, Problem, raise_if_any
 
 if TYPE_CHECKING:
@@ -49,10 +52,12 @@ _SHORT = {
     "-dc": "--diffusion-config",
 }  # fmt: skip
 REMOTE_CODE = "--trust-remote-code"
+_HIDDEN = "***"
 _SECRETS = ("--api-key", "--hf-token")
 _SECRET_PARTS = frozenset({"key", "keys", "apikey", "token", "secret", "password", "passphrase", "credentials"})
-_SHORTEST_SECRET = 4
+_SHORTEST_SECRET, _SHORTEST_OF_ENVIRONMENT = 4, 8
 """In characters: to look for a shorter one in a line would hide what is none."""
+_PASSWORD = re.compile(r"(?<=://)(?P<user>[^/@:\s]*):(?P<password>[^/@\s]+)(?=@)")
 _OVERRIDES = ("VLLM_CPU_KVCACHE_SPACE",)
 """Variables by which an engine would take another cache than it is told."""
 
@@ -150,43 +155,76 @@ def masked(words: Sequence[str]) -> tuple[str, ...]:
 
     >>> masked(["vllm", "--api-key", "a", "b", "--seed", "7", "--hf_token=c", "--max-num-batched-tokens", "8"])
     ('vllm', '--api-key', '***', '***', '--seed', '7', '--hf_token=***', '--max-num-batched-tokens', '8')
+    >>> masked(["env", "HF_TOKEN=d", "vllm", "--x", '{"api_key": "e", "size": 2}', "--y=http://me:f@host/"])
+    ('env', 'HF_TOKEN=***', 'vllm', '--x', '{"api_key": "***", "size": 2}', '--y=http://me:***@host/')
     """
-    shown, secrets = [], secrets_in(words)
-    for place, word in enumerate(words):
-        name, equals, _ = word.partition("=")
-        inside = place in secrets and bool(equals) and word.startswith("--")
-        shown.append(f"{name}=***" if inside else "***" if place in secrets else word)
-    return tuple(shown)
+    return tuple(shown for shown, _ in _parted(words))
 
 
-def unsaid(line: str, words: Sequence[str]) -> str:
-    """Return a line of an engine without the secrets it was started with."""
-    for secret in sorted(secrets_in(words).values(), key=len, reverse=True):
-        line = line.replace(secret, "***") if len(secret) >= _SHORTEST_SECRET else line
+def unsaid(line: str, words: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """Return a line of an engine without the secrets it was started with, as words or in its environment."""
+    said = {secret for _, secrets in _parted(words) for secret in secrets if len(secret) >= _SHORTEST_SECRET}
+    said.update(
+        value
+        for name, value in (environment or {}).items()
+        if len(value) >= _SHORTEST_OF_ENVIRONMENT and _is_called_secret(name)
+    )
+    for secret in sorted(said, key=len, reverse=True):
+        line = line.replace(secret, _HIDDEN)
     return line
 
 
-def secrets_in(words: Sequence[str]) -> dict[int, str]:
-    """Return keys, tokens and passwords by the place of their word."""
-    found, secret = {}, False
-    for place, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if word.startswith("--"):
-            secret = _is_secret(name)
-            if secret and equals:
-                found[place] = value
-            secret = secret and not equals
-        elif secret:
-            found[place] = word
-    return found
+def _parted(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield every word as it may be shown, and the secrets in it."""
+    follows = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if follows and not word.startswith("--"):
+            yield _HIDDEN, [word]
+            continue
+        follows = word.startswith("--") and not equals and _is_secret(name)
+        yield _opened(word)
+
+
+def _opened(word: str) -> tuple[str, list[str]]:
+    """Return one word without the secrets in it, and these: ``NAME=SECRET``, members of JSON, passwords of URLs."""
+    name, equals, value = word.partition("=")
+    if equals and (_is_secret(name) if name.startswith("--") else _is_called_secret(name)):
+        return f"{name}={_HIDDEN}", [value]
+    if equals and not name.startswith(("{", "[")):
+        shown, secrets = _opened(value)
+        return f"{name}={shown}", secrets
+    secrets = []
+    if word.startswith(("{", "[")):
+        try:
+            document = _without(members(word.encode("utf-8", "surrogateescape")), secrets, secret=False)
+        except (NotJsonError, RecursionError):
+            return word, []
+        return (json.dumps(document, ensure_ascii=False), secrets) if secrets else (word, [])
+    secrets = [found["password"] for found in _PASSWORD.finditer(word)]
+    return _PASSWORD.sub(rf"\g<user>:{_HIDDEN}", word), secrets
+
+
+def _without(value: object, secrets: list[str], *, secret: bool) -> object:
+    """Return a value of JSON without the texts below members that are called secrets, which are noted."""
+    if isinstance(value, Members):
+        return {key: _without(one, secrets, secret=secret or _is_called_secret(key)) for key, one in value}
+    if isinstance(value, list):
+        return [_without(one, secrets, secret=secret) for one in value]
+    if isinstance(value, str) and secret:
+        secrets.append(value)
+        return _HIDDEN
+    return value
 
 
 def _is_secret(flag: str) -> bool:
     """Whether what follows a flag is a secret, by what it is called; an engine takes it shortened as well."""
-    parts = flag.lower().replace("_", "-").replace(".", "-").split("-")
-    return not _SECRET_PARTS.isdisjoint(parts) or any(
-        _matches(one, known) for one in _flags(flag) for known in _SECRETS
-    )
+    return _is_called_secret(flag) or any(_matches(one, known) for one in _flags(flag) for known in _SECRETS)
+
+
+def _is_called_secret(name: str) -> bool:
+    parts = name.lower().replace("_", "-").replace(".", "-").split("-")
+    return not _SECRET_PARTS.isdisjoint(parts) and "public" not in parts
 
 
 def _name_problems(name: str) -> Iterator[Problem]:
@@ -200,11 +238,11 @@ def _extra_problems(extra: Sequence[str]) -> Iterator[Problem]:
         flags = _flags(word)
         owner = next((option for owned, option in OWNED.items() if any(_matches(flag, owned) for flag in flags)), None)
         if owner is not None:
-            yield Problem(where=word, what="follows from the plan", expected=owner)
+            yield Problem(where=masked([word])[0], what="follows from the plan", expected=owner)
         elif any(
             flag.startswith(UNPLANNED_FAMILIES) or any(_matches(flag, name) for name in UNPLANNED) for flag in flags
         ):
-            yield Problem(where=word, what="would serve something else than was planned")
+            yield Problem(where=masked([word])[0], what="would serve something else than was planned")
 
 
 def _flags(word: str) -> tuple[str, ...]:

@@ -157,5 +157,5 @@ def retry_after(headers: Mapping[str, str], now: float) -> float | None:
         return float(text)
     try:
         return max(parsedate_to_datetime(text).timestamp() - now, 0.0) if text else None
-    except ValueError:
+    except (ValueError, OverflowError):  # a year, or an offset, beyond any date
         return None
