@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,6 +146,18 @@ def read_bytes(path: Path, *, limit_bytes: int = JSON_LIMIT_BYTES, kind: type[To
         TonnageError: As ``kind``: no such file, not a regular file, larger than the limit, or unreadable.
     """
     return read_file(LocalSource(path.parent), path.name, limit_bytes=limit_bytes, kind=kind)
+
+
+def read_given(path: Path, *, limit_bytes: int, kind: type[TonnageError]) -> bytes:
+    """Return a small regular file whole; a refusal names it as it was given: the name of a descriptor says little.
+
+    Raises:
+        TonnageError: As :func:`read_bytes`.
+    """
+    try:
+        return read_bytes(path, limit_bytes=limit_bytes, kind=kind)
+    except kind as error:
+        raise kind(*(replace(problem, where=str(path)) for problem in error.problems)) from error
 
 
 def read_json(

@@ -35,7 +35,7 @@ def explain(
 
     Example: tonnage explain --plan plan.json --measured measured.json
     """
-    from tonnage.checkpoint.io import read_bytes
+    from tonnage.checkpoint.io import read_given
     from tonnage.explain import explain as explain_rank
     from tonnage.explain import explain_document, read_planned
     from tonnage.explain import with_draft as drafted
@@ -43,7 +43,7 @@ def explain(
     from tonnage.measure.record import MeasurementError
     from tonnage.saved_plan import PLAN_LIMIT_BYTES
 
-    raw = read_bytes(plan, limit_bytes=PLAN_LIMIT_BYTES, kind=MeasurementError)
+    raw = read_given(plan, limit_bytes=PLAN_LIMIT_BYTES, kind=MeasurementError)
     planned = read_planned(raw, plan.name)
     if with_draft:
         planned = drafted(planned)

@@ -42,12 +42,14 @@ def read_saved_file(path: Path) -> SavedPlan:
     Raises:
         ObservationError: The file is none, or cannot be read.
     """
-    from tonnage.checkpoint.io import read_json
+    from tonnage.checkpoint.io import read_given
+    from tonnage.checkpoint.strict_json import parse_object
     from tonnage.errors import ObservationError
     from tonnage.report.saved import read_saved
     from tonnage.saved_plan import PLAN_LIMIT_BYTES
 
-    document = read_json(path, limit_bytes=PLAN_LIMIT_BYTES, kind=ObservationError)
+    raw = read_given(path, limit_bytes=PLAN_LIMIT_BYTES, kind=ObservationError)
+    document = parse_object(raw, where=path.name, kind=ObservationError)
     return read_saved(document, where=path.name)
 
 

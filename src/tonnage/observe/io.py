@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tonnage.checkpoint.io import read_bytes
+from tonnage.checkpoint.io import read_given
 from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import ObservationError, Problem, UnknownGpuError, raise_if_any
 from tonnage.memory.supply import find_gpu, supply_bytes
@@ -213,10 +213,7 @@ def read_plan(path: Path) -> SavedPlan:
     Raises:
         ObservationError: It cannot be read, or is no plan.
     """
-    try:
-        raw = read_bytes(path, limit_bytes=PLAN_LIMIT_BYTES, kind=ObservationError)
-    except ObservationError as error:  # a name alone, such as that of a descriptor, says little
-        raise ObservationError(*(replace(problem, where=str(path)) for problem in error.problems)) from error
+    raw = read_given(path, limit_bytes=PLAN_LIMIT_BYTES, kind=ObservationError)
     return plan_of(parse_object(raw, where=str(path), kind=ObservationError), where=str(path))
 
 
