@@ -116,7 +116,7 @@ class Planner:
         What a rank holds beside the cache grows a little with the context: what the caches allow with the least of it
         is the most, what they allow with the most of it is enough.
         """
-        most = model_context(self._placement) or self._request.profile.context_tokens or 0
+        most = model_context(self._checkpoint.assignment) or self._request.profile.context_tokens or 0
         high = _allowed(self._with_context(1), most)
         if not high or self._context_fits(high):
             return high

@@ -73,7 +73,7 @@ def launch(  # noqa: PLR0913 - what a plan does not know of a command
         FlagsError: The engine has no command for it, or does not read what a conversion makes.
     """
     assert plan.placement is not None  # the exact estimator has one
-    notes = [*beyond_context(plan.placement, request)]
+    notes = [*beyond_context(plan.placement.assignment, request)]
     if is_converted(plan):
         opened, words = converted(request, source)
         if model is None:

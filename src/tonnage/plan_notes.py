@@ -28,7 +28,7 @@ def notes_on(placement: Placement, request: PlanRequest) -> tuple[str, ...]:
         *_runtime_of_split(placement, request),
         *_supply_of_gpu(request),
         *_without_effect(placement.assignment, request),
-        *beyond_context(placement, request),
+        *beyond_context(placement.assignment, request),
         *_requests_assumed(placement, request),
         *on_cpu,
     )
@@ -100,13 +100,13 @@ def _requests_assumed(placement: Placement, request: PlanRequest) -> Iterator[st
         yield "no --profile: cache of one request, which an engine needs to start; --profile c4-p4096 says more"
 
 
-def beyond_context(placement: Placement, request: PlanRequest) -> Iterator[str]:
+def beyond_context(assignment: Assignment, request: PlanRequest) -> Iterator[str]:
     """Yield that the context asked for is longer than the model's own."""
     asked = request.profile.context_tokens
     if not request.serves or not asked:
         return
     from tonnage.serving import model_context  # noqa: PLC0415 - a plan of weights starts without
 
-    own = model_context(placement)
+    own = model_context(assignment)
     if own and asked > own:
         yield f"the context is beyond the {own:,} tokens of the config: engines refuse it by default"

@@ -29,6 +29,7 @@ from tonnage.placement import Placement
 from tonnage.profile import Profile
 
 if TYPE_CHECKING:
+    from tonnage.assignment import Assignment
     from tonnage.topology import Device, Engine
 
 CONTEXT = "runtime.context"
@@ -275,7 +276,7 @@ def _gpu_class(service: Service, engine: str) -> GpuClass | None:
 
 def _limits(placement: Placement, service: Service, deployment: Deployment) -> Serving:
     """Return what the engine is told; a context nobody states is the model's own."""
-    stated = service.profile.context_tokens or model_context(placement)
+    stated = service.profile.context_tokens or model_context(placement.assignment)
     if not stated:
         raise UnitError(
             Problem(where="--context", what="the config does not say how long a context may be", expected="--context N")
@@ -295,9 +296,9 @@ def _largest_capture(placement: Placement, deployment: Deployment) -> int | None
     return GPT_OSS_CAPTURE if family == "gpt_oss" and deployment.engine == "vllm" else None
 
 
-def model_context(placement: Placement) -> int:
+def model_context(assignment: Assignment) -> int:
     """Return the longest context the config states; 0 if it states none."""
-    fields = placement.assignment.blueprint.config.fields
+    fields = assignment.blueprint.config.fields
     for scope in (fields.get("text_config"), fields.get("llm_config"), fields):
         found = scope.get("max_position_embeddings") if isinstance(scope, dict) else None
         if isinstance(found, int) and not isinstance(found, bool) and found > 0:

@@ -103,9 +103,8 @@ def fit(
         emit_json(opening.document(document))
     else:
         _emit_table(checkpoint.name, checkpoint.family, engine, document["ways"])
-    for placement in [one.plan.placement for one in found[:1] if one.plan.placement]:
-        for text in beyond_context(placement, request):
-            note(f"note: {text}")
+    for text in beyond_context(checkpoint.assignment, request) if found else ():
+        note(f"note: {text}")
     if not any(row["fits"] for row in document["ways"]):
         raise typer.Exit(DOES_NOT_FIT)
 

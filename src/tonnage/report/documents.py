@@ -138,7 +138,7 @@ def cache_growth(plan: Plan) -> list[dict[str, int]]:
     if service is None or service.cache is None:
         return []
     planned, requests = service.context_tokens, service.concurrency
-    limit = max(model_context(plan.placement) if plan.placement else 0, planned)
+    limit = max(model_context(plan.placement.assignment) if plan.placement else 0, planned)
     contexts = sorted({min(max(planned * times // 4, 1), limit) for times in range(1, 9)})
     concurrencies = sorted({1, max(requests // 2, 1), requests, 2 * requests, 4 * requests})
     return [

@@ -96,7 +96,7 @@ def _regions(shelf: Shelf, raw: bytes) -> Answer:
     body = read_body(raw, RegionsBody)
     key, checkpoint, request = asked(shelf, body)
     check_supplied(request)
-    most = body.most_context or model_context(shelf.placement(key, checkpoint, request)) or body.context
+    most = body.most_context or model_context(checkpoint.assignment) or body.context
     if not most:
         what = "the config does not say how long a context may be"
         raise UnitError(Problem(where="most_context", what=what, expected="tokens"))
