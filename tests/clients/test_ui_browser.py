@@ -207,14 +207,21 @@ def test_what_is_refused_although_there_is_room_is_not_shown_as_short(opened) ->
 
 def test_flags_are_copied_and_files_saved(open_page) -> None:
     opened = open_page(permissions=["clipboard-read", "clipboard-write"])
+    opened.page.clock.install()
     page = opened.go("Qwen__Qwen3-235B-A22B-FP8.json", **QWEN)
+    drawn(page)
+    page.clock.pause_at(page.evaluate("Date.now() + 1000"))  # or a slow machine looks after "Copied" is gone again
     page.get_by_role("button", name="Copy command").click()
     expect(page.locator("[data-copy=flags]")).to_have_text("Copied")
+    expect(page.locator("#announce")).to_have_text("Copied")
+    page.clock.run_for(1500)
+    expect(page.locator("[data-copy=flags]")).to_have_text("Copy command")
     copied = page.evaluate("() => navigator.clipboard.readText()")
     assert copied.startswith("vllm serve ")
     assert "--tensor-parallel-size 4 --max-model-len 32768" in copied
     page.get_by_role("button", name="Copy link").click()
     expect(page.locator("#share")).to_have_text("Copied")
+    page.clock.resume()
     expect(page.locator("#share")).to_have_text("Copy link")
     assert page.evaluate("() => navigator.clipboard.readText()") == page.url
     with page.expect_download() as caught:
@@ -226,6 +233,14 @@ def test_flags_are_copied_and_files_saved(open_page) -> None:
     with page.expect_download() as caught:
         page.get_by_role("link", name="Save HTML").click()
     assert "27.200" in Path(caught.value.path()).read_text()
+
+
+def test_a_page_that_may_not_copy_says_so(opened) -> None:
+    opened.page.add_init_script("Object.defineProperty(navigator, 'clipboard', {})")  # as over plain http
+    page = opened.go("Qwen__Qwen3-235B-A22B-FP8.json", **QWEN)
+    drawn(page)
+    page.get_by_role("button", name="Copy command").click()
+    expect(page.locator("#announce")).to_have_text("Cannot copy")
 
 
 def test_two_plans_stand_side_by_side(opened) -> None:

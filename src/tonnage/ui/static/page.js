@@ -216,13 +216,13 @@ async function save(kind, path, body, name, type) {
 
 async function copy(button, text) {
   button.dataset.label ??= button.textContent;
+  let said = "Copied";
   try {
     await navigator.clipboard.writeText(text);
-    button.textContent = "Copied";
-    announce.textContent = "Copied";
   } catch {
-    button.textContent = "Cannot copy";
+    said = "Cannot copy";
   }
+  button.textContent = announce.textContent = said;
   setTimeout(() => (button.textContent = button.dataset.label), 1500);
 }
 
