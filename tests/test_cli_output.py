@@ -105,3 +105,15 @@ def test_what_may_not_be_read_is_one_line(tmp_path: Path) -> None:
     finally:
         for name in ("rank-0", "closed"):
             (tmp_path / name).chmod(0o755)
+
+
+@pytest.mark.parametrize("kind", [MemoryError, SystemError])
+def test_memory_that_does_not_do_is_one_line_whatever_says_so(
+    tonnage_here: Tonnage, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def fails() -> None:
+        raise kind("error return without exception set")
+
+    monkeypatch.setattr("tonnage.cli.app", fails)
+    done = tonnage_here("models")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "tonnage: memory: not enough for this process\n")

@@ -34,7 +34,7 @@ from tonnage.prepare.layout import header_bytes
 from tonnage.prepare.messages import BUG_STATUS, Setup, Task
 from tonnage.prepare.pool import Worker, run_tasks, started
 from tonnage.prepare.windows import cut_tensor, merged, pieces
-from tonnage.prepare.worker import run_task
+from tonnage.prepare.worker import answer_task, run_task
 from tonnage.sources.addresses import open_source
 from tonnage.sources.local import LocalSource
 from tonnage.sources.model import FileFacts
@@ -580,6 +580,22 @@ def test_a_bug_in_a_worker_has_a_status_of_its_own(tmp_path: Path) -> None:
         status, said = ends(process)
         assert status == BUG_STATUS
         assert "AttributeError" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("kind", [OSError, MemoryError, ImportError, RuntimeError, SystemError])
+def test_a_system_that_gives_nothing_is_an_answer_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def fails(*_: object) -> None:
+        raise kind("error return without exception set")
+
+    monkeypatch.setattr("tonnage.prepare.worker.run_task", fails)
+    source, job = plain_job(tmp_path)
+    setup = Setup(address=str(source), output=tmp_path / "out")
+    said: list[object] = []
+    answer_task(task_of(job, setup), setup, said.append)
+    problem = "job 3 (model.safetensors): its worker failed; run the same command again to resume; found "
+    assert [str(one) for one in said[-1].problems] == [f"{problem}{kind.__name__}: error return without exception set"]
 
 
 def pretender(code: str) -> Worker:

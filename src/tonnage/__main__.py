@@ -13,7 +13,7 @@ def main() -> None:
     """Run the command."""
     try:
         from tonnage.cli import main as run  # noqa: PLC0415 - memory may not do for it
-    except MemoryError:
+    except (MemoryError, SystemError):
         sys.stderr.write("tonnage: memory: not enough for this process\n")
         raise SystemExit(2) from None
     run()

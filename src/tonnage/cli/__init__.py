@@ -146,7 +146,7 @@ def main() -> None:
         if (name := (error.name or "").partition(".")[0]) not in _OF_EXTRAS:
             raise
         _refuse(f"{name} is not installed; it comes with `pip install '{_OF_EXTRAS[name]}'`")
-    except (ImportError, MemoryError) as error:
+    except (ImportError, MemoryError, SystemError) as error:  # the last by code in C that got no memory
         if isinstance(error, ImportError) and not any(words in str(error) for words in _NOT_MAPPED):
             raise
         _refuse("memory: not enough for this process")

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from tonnage.sources.model import Source
 
 _REPORT_SECONDS = 0.1
+_SYSTEM = (MemoryError, ImportError, RuntimeError, SystemError)
+"""What is raised where the system gives no memory or no thread; the last by code in C that says no more."""
 
 
 def run_task(task: Task, setup: Setup, on_bytes: Callable[[int], None]) -> JobRecord:
@@ -185,7 +187,7 @@ def answer_task(task: Task, setup: Setup, send: Callable[[Progress | JobRecord |
         answer: JobRecord | Refused = run_task(task, setup, report)
     except TonnageError as error:
         answer = Refused(error.problems)
-    except (OSError, MemoryError, ImportError, RuntimeError) as error:  # the system gives no memory, no thread
+    except (OSError, *_SYSTEM) as error:
         found = f"{type(error).__name__}: {error}"
         answer = Refused((Problem(where=task.title, what=f"its worker failed; {RESUME}", found=found),))
     report.flush()
@@ -212,7 +214,7 @@ def _end_with_bug(kind: type[BaseException], error: BaseException, trace: Traceb
     """Leave the traceback to the run, and a status that tells a bug from a system that gives nothing."""
     sys.__excepthook__(kind, error, trace)
     sys.stderr.flush()
-    os._exit(GONE_STATUS if isinstance(error, MemoryError | ImportError | RuntimeError) else BUG_STATUS)
+    os._exit(GONE_STATUS if isinstance(error, _SYSTEM) else BUG_STATUS)
 
 
 if __name__ == "__main__":
