@@ -59,7 +59,7 @@ def sockets_of(process: subprocess.Popen[str]) -> int:
     found = 0
     for link in Path(f"/proc/{process.pid}/fd").iterdir():
         with suppress(FileNotFoundError):
-            found += os.readlink(link).startswith("socket:")
+            found += link.readlink().name.startswith("socket:")
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from samples import LLAMA, PATIENCE
+from samples import LLAMA, PATIENCE, until
 from tonnage.ui import app as application
 from tonnage.ui.app import make_app
 from tonnage.ui.examples import EXAMPLES
@@ -103,9 +103,7 @@ def test_a_worker_that_ended_while_nobody_asked_is_no_failure_of_the_next_questi
     async def use(pool):
         (pid,) = children() - others
         os.kill(pid, signal.SIGKILL)
-        async with asyncio.timeout(PATIENCE):
-            while pid in children():
-                await asyncio.sleep(0.01)
+        await asyncio.to_thread(until, lambda: pid not in children())
         return (await pool.ask(GPUS)).status
 
     others = children()
