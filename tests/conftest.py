@@ -1,17 +1,52 @@
-"""Shared fixtures: the command as users run it, and the committed configs."""
+"""Shared fixtures: the command as users run it, and the committed configs. What the machine is like decides nothing."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-from samples import write_key
+from samples import PATIENCE, write_key
 
 ROOT = Path(__file__).resolve().parent.parent
+# Of terminals, proxies and clients that whoever runs the tests has.
+FOREIGN = [
+    "COLUMNS",
+    "LINES",
+    "NO_COLOR",
+    "FORCE_COLOR",
+    "CLICOLOR",
+    "CLICOLOR_FORCE",
+    "TTY_COMPATIBLE",
+    "TTY_INTERACTIVE",
+    "PYTHONIOENCODING",
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+    "no_proxy",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "NO_PROXY",
+    "HF_TOKEN",
+    "HF_ENDPOINT",
+    "HF_HOME",
+    "CUDA_VISIBLE_DEVICES",
+    "DISPLAY",
+    "WAYLAND_DISPLAY",
+    "TONNAGE_OFFLINE",
+]
+for name in FOREIGN:
+    os.environ.pop(name, None)
+# A busy machine fails no property: how long an example takes is not looked at.
+settings.register_profile("tonnage", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", settings.get_profile("tonnage"), derandomize=True, database=None)
+settings.load_profile("tonnage")
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +68,7 @@ def tonnage() -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [command, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+            [command, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=PATIENCE, check=False
         )
 
     return run

@@ -44,7 +44,7 @@ def main() -> int:
     mode, words = told["mode"], sys.argv[1:]
     flags = {word: value for word, value in zip(words, [*words[1:], ""], strict=True) if word.startswith("--")}
     apart = mode == "scatters"
-    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=apart)
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(3600)"], start_new_session=apart)
     facts = {"words": words, "environment": dict(os.environ), "processes": [os.getpid(), child.pid]}
     with open(told["out"], "w") as stream:  # noqa: PTH123 - no imports that take time
         json.dump(facts, stream)
@@ -57,7 +57,7 @@ def main() -> int:
         return 7
     if mode == "never":
         tell_parent(told)
-        time.sleep(600)
+        time.sleep(3600)
     server = HTTPServer((flags["--host"], int(flags["--port"])), Health)
     server.handle_request()
     if mode == "dies later":
@@ -101,7 +101,6 @@ def tell_parent(told: dict[str, Any]) -> None:
     """Send what a user would."""
     sys.stdout.flush()
     if told.get("sends"):
-        time.sleep(0.3)
         os.kill(os.getppid(), told["sends"])
 
 

@@ -7,7 +7,8 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,8 @@ LLAMA: dict[str, Any] = {
 }
 """A config of tensors small enough to write out."""
 
+PATIENCE = 120
+"""Seconds after which a test gives up what must happen: only a fault takes them, however busy the machine is."""
 COMMAND = (sys.executable, "-P", "-c", "from tonnage.cli import main; main()")
 """The command in a process of its own, whatever directory that starts in."""
 KIMI_K3 = SlotGeometry(
@@ -199,6 +202,21 @@ def without_privilege() -> None:
         ctypes.CDLL(None).prctl(drop_from_bounding_set, capability)
 
 
+def until(is_so: Callable[[], object]) -> None:
+    """Wait for something that takes a moment, and not for ever."""
+    end = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def ask(method: str, url: str, **how: Any) -> Any:
+    """Ask a server that is here, whatever proxy the environment names, and be patient: its machine may be busy."""
+    import httpx2
+
+    return httpx2.request(method, url, timeout=PATIENCE, trust_env=False, **how)
+
+
 def file_contents(directory: Path) -> dict[str, bytes]:
     """Return every file below a directory by path."""
     found = (path for path in directory.rglob("*") if not path.is_dir())
@@ -206,10 +224,18 @@ def file_contents(directory: Path) -> dict[str, bytes]:
 
 
 @contextmanager
-def served(place: Path, *words: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run ``tonnage ui`` in a directory, with one worker, and yield its address and its process."""
-    options = ("--port", "0", "--no-browser", "--workers", "1")
-    command = [*COMMAND, "ui", *words, *options]
+def served(
+    place: Path, *words: object, workers: int = 1, less: Sequence[str] = ()
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run ``tonnage ui`` in a directory, and yield its address and its process.
+
+    A busy machine is no reason for it to cut a question off; ``less`` are assignments to names of ``tonnage.ui.serve``.
+    """
+    patient = f"settings.Settings = partial(settings.Settings, seconds={PATIENCE})"
+    changed = "; ".join((patient, *(f"serve.{one}" for one in less)))
+    code = f"from functools import partial; from tonnage.ui import serve, settings; {changed}; {COMMAND[-1]}"
+    options = ("--port", "0", "--no-browser", "--workers", str(workers))
+    command = [*COMMAND[:-1], code, "ui", *map(str, words), *options]
     with subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -19,7 +19,7 @@ import pytest
 import safetensors
 from blake3 import blake3
 
-from samples import LLAMA, rehearse
+from samples import LLAMA, PATIENCE, rehearse, until
 from tonnage.checkpoint.config import parse_config
 from tonnage.cli.progress import progress_line
 from tonnage.prepare.run import Standing
@@ -28,6 +28,22 @@ from tonnage.synth.io import RehearsalOptions, write_rehearsal
 Tonnage = Callable[..., subprocess.CompletedProcess[str]]
 COMMAND = Path(sys.executable).with_name("tonnage")
 SMALL: dict[str, Any] = {**LLAMA, "vocab_size": 301}
+HELD = """
+import os, sys, time
+
+hold, sync = os.path.join(os.path.dirname(__file__), "hold"), os.fsync
+
+def fsync(descriptor):
+    if os.path.exists(hold):
+        open(f"{hold}-{os.getpid()}", "w").close()
+    while os.path.exists(hold):
+        time.sleep(0.01)
+    sync(descriptor)
+
+if "tonnage.prepare.worker" in sys.orig_argv:
+    os.fsync = fsync
+"""
+"""A ``sitecustomize`` by which workers that wrote their first file say so and wait, as long as ``hold`` is beside it."""
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +59,23 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_source(source: Path, tmp_path: Path) -> Path:
     """The same, to be changed: size and time of every file are equal."""
     return shutil.copytree(source, tmp_path / "small")
+
+
+def write_site(site: Path) -> Path:
+    """Write what keeps preparations in the middle; return its directory, for the path of modules."""
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(HELD)
+    (site / "hold").touch()
+    return site
+
+
+def begun(site: Path, source: Path, out: Path, *words: str) -> subprocess.Popen[str]:
+    """Begin to prepare two ranks; no worker finishes its first file."""
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [COMMAND, "prepare", source, "--tp", "2", "-o", out, *words], env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -439,8 +472,9 @@ def test_a_name_of_any_bytes_can_be_the_output(source: Path, tmp_path: Path) -> 
 @pytest.fixture(scope="module")
 def stopped(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a preparation was begun and interrupted; not to be changed."""
-    out = tmp_path_factory.mktemp("stopped") / "out"
-    status, _ = interrupted(source, out, signal.SIGINT)
+    folder = tmp_path_factory.mktemp("stopped")
+    out = folder / "out"
+    status, _ = interrupted(write_site(folder / "site"), source, out, signal.SIGINT)
     assert status == 130
     assert (out / ".prepare" / "journal.jsonl").exists()
     return out
@@ -452,15 +486,14 @@ def own_stopped(stopped: Path, tmp_path: Path) -> Path:
     return shutil.copytree(stopped, tmp_path / "stopped")
 
 
-def interrupted(source: Path, out: Path, number: signal.Signals) -> tuple[int, str]:
-    """Prepare, send a signal when the first line of progress is there, and return status and stderr."""
-    process = subprocess.Popen(
-        [COMMAND, "prepare", source, "--tp", "2", "-o", out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def interrupted(site: Path, source: Path, out: Path, number: signal.Signals) -> tuple[int, str]:
+    """Prepare, send a signal when the first file is written, and return status and stderr."""
+    process = begun(site, source, out)
     assert process.stderr is not None
     first = process.stderr.readline()
+    until(lambda: any(site.glob("hold-*")))
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=PATIENCE)
     return process.returncode, first + said
 
 
@@ -472,7 +505,7 @@ def test_a_signal_stops_it_cleanly_and_it_says_how_to_go_on(
     tonnage: Tonnage, source: Path, tmp_path: Path, number: signal.Signals, expected: int, word: str
 ) -> None:
     out = tmp_path / "out"
-    status, said = interrupted(source, out, number)
+    status, said = interrupted(write_site(tmp_path / "site"), source, out, number)
     assert status == expected
     assert said.splitlines()[-1] == f"tonnage: {word}; run the same command again to resume"
     assert "Traceback" not in said
@@ -568,18 +601,17 @@ def test_a_disk_that_fills_up_is_refused_in_one_line_and_resumed(
     tonnage: Tonnage, source: Path, small_disk: Path
 ) -> None:
     """The disk is checked first, so something else takes the room after that."""
-    out = small_disk / "out"
-    process = subprocess.Popen(
-        [COMMAND, "prepare", source, "--tp", "2", "-o", out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    process.stderr.readline()
+    site, out = write_site(small_disk.with_name("site")), small_disk / "out"
+    process = begun(site, source, out, "--workers", "1")
+    until(lambda: any(site.glob("hold-*")))
     used = sum(len(raw) for raw in files(small_disk).values())
     with (small_disk / "other").open("wb") as other:
         os.posix_fallocate(other.fileno(), 0, (3 << 20) + (512 << 10) - used)
-    _, said = process.communicate(timeout=60)
+    (site / "hold").unlink()
+    _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2, said
-    assert said.count("\n") == 1
+    *before, said = said.splitlines()
+    assert all(" jobs" in line for line in before)
     assert "no space left for it; free some and run the same command again" in said
     assert list(out.rglob("*.partial")) == []
     (small_disk / "other").unlink()

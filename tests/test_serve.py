@@ -13,18 +13,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from packages import make_package, run
-from samples import LLAMA, opened, prepare_small, write_key
+from samples import LLAMA, PATIENCE, opened, prepare_small, until, write_key
 from tonnage.api import PlanRequest, open_checkpoint, plan_checkpoint
 from tonnage.cli import app, status_of
 from tonnage.cli.fit_terms import read_logs
@@ -59,8 +60,14 @@ def copy(package: Path, tmp_path: Path) -> Path:
 class Machine:
     """A machine with an engine on its path: what was started, and how it went."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, key: Path) -> None:
-        self.folder, self.out, self.run, self.key = folder, folder / "started.json", folder / "run", key
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, key: Path, port: int) -> None:
+        self.folder, self.out, self.run, self.key, self.port = (
+            folder,
+            folder / "started.json",
+            folder / "run",
+            key,
+            port,
+        )
         self._monkeypatch = monkeypatch
         engine = folder / "bin" / "vllm"
         engine.parent.mkdir()
@@ -69,9 +76,7 @@ class Machine:
         monkeypatch.setenv("PATH", f"{engine.parent}{os.pathsep}{os.environ['PATH']}")
         monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
         monkeypatch.setattr("tonnage.serve.process._LEFT_SECONDS", 0.2)
-        with closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        monkeypatch.setattr(io, "_ASK_SECONDS", PATIENCE)  # the answer of an engine that has one is waited for
 
     def words(self, package: Path, *words: object) -> list[str]:
         usual = ("--key", self.key, "--profile", "c2-p128", "--context", "256", "--device", "cpu", "--supply", "1GiB")
@@ -79,7 +84,7 @@ class Machine:
         kept = [w for n in range(0, len(usual), 2) if usual[n] not in given for w in usual[n : n + 2]]
         if "--unsigned" in given:
             kept = kept[2:]
-        where = ("--port", self.port, "--run", self.run, "--timeout", "60")
+        where = ("--port", self.port, "--run", self.run, "--timeout", PATIENCE)
         ordered = list(map(str, (*kept, *where)))
         extra = list(map(str, words))
         return ["serve", str(package), *ordered, *extra]
@@ -124,17 +129,18 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    """Wait for something that takes a moment, and not for ever."""
-    end = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody else is given meanwhile: it is bound, so that only who names it and may share it gets it."""
+    with closing(socket.socket()) as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield kept.getsockname()[1]
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[Path, Path]) -> Machine:
-    return Machine(tmp_path, monkeypatch, keys[1])
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[Path, Path], port: int) -> Machine:
+    return Machine(tmp_path, monkeypatch, keys[1], port)
 
 
 # --- what is served ---------------------------------------------------------------------------------------------------
@@ -254,11 +260,14 @@ def test_an_engine_that_dies_later_is_an_error(machine: Machine, package: Path):
     until(machine.nothing_runs)
 
 
-def test_an_engine_that_is_never_ready_is_ended(machine: Machine, package: Path):
-    done = machine.serve(package, "--timeout", "1", mode="never")
+def test_an_engine_that_is_never_ready_is_ended(machine: Machine, package: Path, monkeypatch: pytest.MonkeyPatch):
+    """The time is up once it runs."""
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * machine.out.exists(), sleep=time.sleep)
+    monkeypatch.setattr("tonnage.serve.run.time", clock)
+    done = machine.serve(package, "--timeout", "1000", mode="never")
 
     assert done.exit_code == 2
-    assert "not ready within 1 s" in done.stderr
+    assert "not ready within 1000 s" in done.stderr
     until(machine.nothing_runs)
 
 
@@ -276,12 +285,11 @@ def test_an_engine_that_will_not_end_is_killed_with_its_workers(machine: Machine
 
 
 def test_a_worker_in_a_session_of_its_own_ends_with_the_engine(machine: Machine, package: Path):
-    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"]) as other:
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as other:
         done = machine.serve(package, "--check", mode="scatters")
         assert done.exit_code == 0
         assert machine.nothing_runs()
         assert other.poll() is None
-        other.kill()
 
 
 ORPHANS = """
@@ -299,7 +307,7 @@ def end(started):
     started.stdin.close()
     started.wait()
 
-before, stranger = orphan(60)
+before, stranger = orphan(3600)
 with adopting() as others:
     engine, worker = orphan(0)
     end(before)
@@ -307,7 +315,7 @@ with adopting() as others:
     assert {stranger, worker} <= children()
     while worker in children():
         wait_for_ended(others, engine.pid)
-    left, late = orphan(60)
+    left, late = orphan(3600)
     end(left)
     end_children(others)
     assert children() == {stranger}
@@ -318,7 +326,7 @@ with adopting() as others:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing is adopted elsewhere")
 def test_what_is_adopted_is_ended_and_waited_for_unless_it_was_there_before():
-    subprocess.run([sys.executable, "-c", ORPHANS], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", ORPHANS], check=True, timeout=PATIENCE)
 
 
 def test_keys_are_passed_on_and_neither_shown_nor_kept(machine: Machine, package: Path):
@@ -391,7 +399,7 @@ def test_a_process_is_ended_by_a_signal_from_outside(machine: Machine, package: 
             if line.startswith("serving "):
                 break
         ours.send_signal(signal.SIGTERM)
-        assert ours.wait(60) == 0
+        assert ours.wait(PATIENCE) == 0
     until(machine.nothing_runs)
 
 
@@ -399,15 +407,17 @@ def test_a_table_nobody_reads_is_no_reason_to_end(machine: Machine, package: Pat
     machine.tell("serves")
     command = Path(sys.executable).with_name("tonnage")
     with subprocess.Popen(
-        [command, *machine.words(package)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [command, *machine.words(package)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as ours:
         assert ours.stdout is not None
+        assert ours.stderr is not None
         ours.stdout.close()
-        until((machine.run / "observation.json").exists)
-        time.sleep(0.5)
+        said = [next(line for line in ours.stderr if line.startswith("serving "))]  # which follows the table
         assert ours.poll() is None
         ours.send_signal(signal.SIGTERM)
-        assert ours.wait(60) == 0
+        said += ours.stderr
+        assert ours.wait(PATIENCE) == 0
+    assert said[1:] == ["ended\n"]
     until(machine.nothing_runs)
 
 
@@ -415,15 +425,12 @@ def test_a_full_disk_behind_the_table_is_no_reason_to_end(machine: Machine, pack
     machine.tell("serves")
     command = [Path(sys.executable).with_name("tonnage"), *machine.words(package, "--check")]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert "note: the table cannot be printed: No space left on device" in done.stderr
 
 
-def test_an_engine_holds_the_claim_on_its_port_when_nobody_else_does():
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def test_an_engine_holds_the_claim_on_its_port_when_nobody_else_does(port: int):
     with io.claimed(port) as descriptors:
         engine = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, pass_fds=descriptors)
     with engine:
@@ -450,8 +457,8 @@ def test_an_engine_holds_the_claim_on_its_port_when_nobody_else_does():
 def test_whoever_answers_slowly_or_without_end_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, said: tuple[bytes, ...], healthy: bool
 ):
-    monkeypatch.setattr(io, "_ASK_SECONDS", 0.3)
-    asked = threading.Event()
+    monkeypatch.setattr(io, "_ASK_SECONDS", PATIENCE if healthy else 0.3)
+    asked, waited = threading.Event(), []
 
     def answer(server: socket.socket) -> None:
         one, _ = server.accept()
@@ -460,15 +467,16 @@ def test_whoever_answers_slowly_or_without_end_is_not_waited_for(
                 one.sendall(part)
                 if len(said) < 1000 and asked.wait(0.05):
                     break
-            asked.wait(5)
+            waited.append(asked.wait(PATIENCE))
 
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        threading.Thread(target=answer, args=(server,), daemon=True).start()
-        begin = time.monotonic()
+        answering = threading.Thread(target=answer, args=(server,), daemon=True)
+        answering.start()
         found = io.is_healthy(replace(HERE, port=server.getsockname()[1]))
         asked.set()
+        answering.join()
         assert found is healthy
-        assert time.monotonic() - begin < 2
+        assert waited in ([], [True])  # whoever answered had not ended by himself
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from samples import write_shards
+from samples import PATIENCE, write_shards
 from tonnage.errors import CheckpointError, SourceError
 from tonnage.sources import parallel
 from tonnage.sources import shelf as shelves
@@ -170,12 +170,15 @@ def test_without_a_place_a_shelf_lasts_as_long_as_the_process(root: Path | None)
 
 def test_results_come_in_order_and_not_too_many_ahead() -> None:
     under_way, most = [0], [0]
-    lock = threading.Lock()
+    lock, second = threading.Lock(), threading.Event()
 
     def work(item: int) -> int:
         with lock:
             under_way[0] += 1
             most[0] = max(most[0], under_way[0])
+        if item == 1:
+            second.set()
+        assert item or second.wait(PATIENCE)
         time.sleep(0.001 * (item % 3))
         return item * item
 
@@ -268,7 +271,7 @@ def test_an_answer_that_takes_memory_without_end_is_not_waited_for(monkeypatch: 
     over = threading.Event()
     try:
         with pytest.raises(SourceError) as refused:
-            waited(lambda: over.wait(30), GrowthLimit("s3://b/m", 20, 64 << 20))
+            waited(lambda: over.wait(PATIENCE), GrowthLimit("s3://b/m", PATIENCE, 64 << 20))
     finally:
         over.set()
     assert str(refused.value) == "s3://b/m: an answer without end; expected at most 67108864 bytes"
@@ -278,8 +281,10 @@ def test_a_limit_of_memory_is_one_of_time_too_and_counts_what_this_process_reall
     before = parallel._peak_bytes()
     held = bytes(32 << 20)
     assert parallel._peak_bytes() >= before >= len(held) // 4
+    over = threading.Event()
     with pytest.raises(SourceError, match="too slow; expected everything within 0 s"):
-        waited(lambda: time.sleep(1), GrowthLimit("s3://b/m", 0.1, 1 << 40))
+        waited(lambda: over.wait(PATIENCE), GrowthLimit("s3://b/m", 0.1, 1 << 40))
+    over.set()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import huggingface_hub.constants
 import pytest
 from huggingface_hub import snapshot_download
 
-from samples import header_bytes_in, write_shards
+from samples import PATIENCE, header_bytes_in, write_shards
 from servers import COMMIT, Hub, Seen, hub, reply, siblings
 from tonnage.api import open_checkpoint, read_config
 from tonnage.errors import CheckpointError, SourceError
@@ -24,7 +24,9 @@ from tonnage.synth.io import RehearsalOptions, write_rehearsal
 
 SHARD = "model-00002-of-00003.safetensors"
 INDEX = "model.safetensors.index.json"
-LIMITS = Limits(attempts=3, connect_seconds=1, answer_seconds=1, total_seconds=4, pause_seconds=0.01)
+LIMITS = Limits(
+    attempts=3, connect_seconds=PATIENCE, answer_seconds=PATIENCE, total_seconds=PATIENCE, pause_seconds=0.01
+)
 OFFLINE = Limits(offline=True)
 
 

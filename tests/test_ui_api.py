@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from samples import LLAMA
+from samples import LLAMA, PATIENCE
 from tonnage.cli import app as command
 from tonnage.errors import TonnageError, one_line
 from tonnage.ui import checkpoints, shelf
@@ -54,7 +54,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(place):
-    settings = Settings(directories=(str(place / "models"),), workers=1)
+    settings = Settings(directories=(str(place / "models"),), workers=1, seconds=PATIENCE)
     with TestClient(make_app(settings), base_url="http://localhost:8765") as found:
         yield found
 
@@ -258,7 +258,7 @@ def test_every_name_that_is_listed_can_be_planned_by_a_request_and_by_the_page(t
     for name in (*NAMES, deep):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text(json.dumps(SMALL))
-    settings = Settings(directories=(str(tmp_path),), workers=1)
+    settings = Settings(directories=(str(tmp_path),), workers=1, seconds=PATIENCE)
     with TestClient(make_app(settings), base_url="http://localhost") as client:
         document = client.get("/api/checkpoints").json()
         paths = [one["path"] for one in document["checkpoints"]]

@@ -10,21 +10,21 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 
 import httpx2
 import pytest
 
-from samples import LLAMA, served
+from samples import LLAMA, PATIENCE, ask, served, until
 from tonnage.errors import UnitError
 from tonnage.ui.serve import address_of, is_loopback, listen, served_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = Path(find_spec("plotly").origin).parent / "package_data" / "plotly.min.js"
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - what must not be served without a word
 CURL = [
     block
@@ -51,6 +51,18 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
 
 
+def cpu_ticks(pid: int) -> int:
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+
+def sockets_of(process: subprocess.Popen[str]) -> int:
+    found = 0
+    for link in Path(f"/proc/{process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += link.readlink().name.startswith("socket:")
+    return found
+
+
 def test_somebody_at_a_terminal_is_told_that_it_is_starting_before_it_can_say_where():
     ours, theirs = os.openpty()
     words = [sys.executable, "-c", "from tonnage.cli import main; main()", "ui", "/nowhere"]
@@ -65,12 +77,12 @@ def test_somebody_at_a_terminal_is_told_that_it_is_starting_before_it_can_say_wh
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_with_every_worker_and_without_a_word(place, number):
     with served(place, "models") as (address, process):
-        listed = httpx2.get(f"{address}api/checkpoints").json()["checkpoints"]
+        listed = ask("GET", f"{address}api/checkpoints").json()["checkpoints"]
         assert listed == [{"path": "models/small", "kind": "directory", "weights": False}]
         workers = workers_of(process)
         assert len(workers) == 1
         process.send_signal(number)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out, err) == (0, "", "")
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
@@ -88,13 +100,10 @@ def test_clients_that_hang_up_before_they_are_answered_do_not_end_it(place):
             for _ in range(100):
                 with socket.create_connection(endpoint(address)) as client:
                     client.sendall(sent)
-        for _ in range(100):  # busy with what was asked
-            if (status := httpx2.get(f"{address}api/gpus").status_code) != 503:
-                break
-            time.sleep(0.1)
-        assert status == 200
+        until(lambda: ask("GET", f"{address}api/gpus").status_code != 503)  # busy with what was asked
+        assert ask("GET", f"{address}api/gpus").status_code == 200
         process.terminate()
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out, err) == (0, "", "")
 
 
@@ -105,60 +114,54 @@ SILENT = {
 }
 
 
-@contextmanager
-def impatient(place: Path, *less: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run a server with less patience, and yield its address and its process."""
-    code = "; ".join(("from tonnage.ui import serve", *(f"serve.{one}" for one in less)))
-    command = [sys.executable, "-c", f"{code}; from tonnage.cli import main; main()", "ui", "--port", "0"]
-    with subprocess.Popen(
-        [*command, "--no-browser", "--workers", "1"],
-        cwd=place,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().strip(), process
-        finally:
-            process.kill()
+def answers(address: str) -> bool:
+    """Whether it answers at once; a client that is held up for longer than it has is cut off as any other."""
+    try:
+        return bool(ask("GET", f"{address}api/gpus").status_code == 200)
+    except httpx2.TransportError:
+        return False
 
 
 def test_a_connection_that_asks_nothing_does_not_keep_its_place(place):
-    with impatient(place, "HEAD_SECONDS = 0.3") as (address, _):
-        for sent in SILENT.values():
-            with socket.create_connection(endpoint(address), timeout=20) as client:
-                client.sendall(sent)
+    with served(place, "models", less=["HEAD_SECONDS = 0.5"]) as (address, _), ExitStack() as silent:
+        clients = [silent.enter_context(socket.create_connection(endpoint(address), timeout=PATIENCE)) for _ in SILENT]
+        for client, sent in zip(clients, SILENT.values(), strict=True):
+            client.sendall(sent)
+        for client in clients:
+            with suppress(ConnectionResetError):  # what it sent came too late
                 while client.recv(1 << 16):
                     continue
-        assert httpx2.get(f"{address}api/gpus").status_code == 200
+        until(lambda: answers(address))
 
 
 def test_more_connections_than_may_be_are_asked_to_come_back(place):
-    with impatient(place, "MOST_CONNECTIONS = 2") as (address, _), ExitStack() as held:
-        for _ in range(2):
-            held.enter_context(socket.create_connection(endpoint(address), timeout=20))
-        time.sleep(0.2)
-        answer = httpx2.get(f"{address}api/gpus")
-        held.close()
-        assert httpx2.get(f"{address}api/gpus").status_code == 200
+    with served(place, "models", less=["MOST_CONNECTIONS = 2", f"HEAD_SECONDS = {PATIENCE}"]) as (address, process):
+        free = sockets_of(process)
+        with ExitStack() as held:
+            for _ in range(2):
+                held.enter_context(socket.create_connection(endpoint(address), timeout=PATIENCE))
+            until(lambda: sockets_of(process) == free + 2)
+            answer = ask("GET", f"{address}api/gpus")
+        until(lambda: sockets_of(process) == free)
+        assert ask("GET", f"{address}api/gpus").status_code == 200
     assert (answer.status_code, answer.json()["problems"][0]["what"]) == (503, "too many connections")
     assert (answer.headers["retry-after"], answer.headers["x-content-type-options"]) == ("1", "nosniff")
 
 
 def test_an_answer_that_nobody_takes_does_not_keep_its_place(place):
-    with impatient(place, "REQUEST_SECONDS = 0.5") as (address, _), socket.socket() as client:
-        script = len(httpx2.get(f"{address}static/plotly.min.js").content)
+    with served(place, "models", less=["REQUEST_SECONDS = 0.5"]) as (address, process), socket.socket() as client:
+        free = sockets_of(process)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.settimeout(20)
+        client.settimeout(PATIENCE)
         client.connect(endpoint(address))
         client.sendall(b"GET /static/plotly.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4)
-        time.sleep(2)
+        client.recv(1, socket.MSG_PEEK)
+        until(lambda: sockets_of(process) == free)
         taken = 0
         with suppress(ConnectionResetError):
             while part := client.recv(1 << 16):
                 taken += len(part)
-    assert 0 < taken < 4 * script
+    assert 0 < taken < 4 * len(SCRIPT.read_bytes())
 
 
 def test_it_ends_in_one_line_although_somebody_waits_for_an_answer(place):
@@ -167,12 +170,13 @@ def test_it_ends_in_one_line_although_somebody_waits_for_an_answer(place):
         "checkpoint": {"config": config}, "engine": "vllm", "gpu": "h100", "context": 1024, "profile": "c1-p1024",
         "most_context": 1 << 50, "most_concurrency": 4096, "steps": 4,
     }  # fmt: skip
-    with impatient(place, "_SHUTDOWN_SECONDS = 1") as (address, process), ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(httpx2.post, f"{address}api/regions", json=asked, timeout=20)
-        time.sleep(0.5)
-        assert not waiting.done()
+    with served(place, "models", less=["_SHUTDOWN_SECONDS = 0"]) as (address, process), ThreadPoolExecutor(1) as pool:
+        (worker,) = workers_of(process)
+        before = cpu_ticks(worker)
+        waiting = pool.submit(ask, "POST", f"{address}api/regions", json=asked)
+        until(lambda: cpu_ticks(worker) > before + 10)  # of the hundreds that it takes
         process.terminate()
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=PATIENCE) == 0
         said = "Cancel 1 running task(s), timeout graceful shutdown exceeded\n"
         assert (process.stdout.read(), process.stderr.read()) == ("", said)
         assert (waiting.result().status_code, waiting.result().json()["problems"][0]["what"]) == (503, "it ends")
@@ -192,7 +196,7 @@ def test_workers_end_with_a_server_that_is_killed(place):
         with suppress(ProcessLookupError), DefaultSelector() as ended:
             watched = os.pidfd_open(worker)
             ended.register(watched, EVENT_READ)
-            assert ended.select(timeout=20)
+            assert ended.select(timeout=PATIENCE)
             os.close(watched)
 
 
@@ -225,10 +229,10 @@ def test_where_others_reach_it_a_warning_is_printed(place):
     with served(place, "models", "--host", EVERYWHERE, "--allow-host", "planner.example") as (address, process):
         port = address.rsplit(":", 1)[1].strip("/")
         for host, status in (("planner.example", 200), ("evil.example", 403)):
-            answer = httpx2.get(f"http://127.0.0.1:{port}/api/gpus", headers={"Host": host})
+            answer = ask("GET", f"http://127.0.0.1:{port}/api/gpus", headers={"Host": host})
             assert answer.status_code == status
         process.terminate()
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=PATIENCE)
     assert err.startswith(f"warning: whoever reaches http://planner.example:{port}/ ")
 
 
@@ -276,7 +280,7 @@ def test_the_examples_of_the_documentation_answer(place):
             assert done.returncode == 0, (script, done.stdout)
             assert json.loads(done.stdout)["schema"].startswith("tonnage.")
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=PATIENCE)
 
 
 def test_workers_that_cannot_start_end_it_with_their_traceback(place):
@@ -290,6 +294,6 @@ def test_workers_that_cannot_start_end_it_with_their_traceback(place):
         "0",
         "--no-browser",
     ]
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert "WorkerEndedError" in done.stderr

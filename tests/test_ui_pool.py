@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from samples import LLAMA
+from samples import LLAMA, PATIENCE, until
 from tonnage.ui import app as application
 from tonnage.ui.app import make_app
 from tonnage.ui.examples import EXAMPLES
@@ -41,7 +40,7 @@ def with_pool(use, **settings: Any):
     """Run something with a pool, and return what it returns; no worker is left."""
 
     async def run():
-        async with Pool(Settings(workers=1, **settings)).running() as pool:
+        async with Pool(Settings(**{"workers": 1, "seconds": PATIENCE, **settings})).running() as pool:
             return await use(pool)
 
     before = children()
@@ -58,22 +57,19 @@ def children() -> set[int]:
 def test_a_question_that_takes_too_long_is_cut_off_and_its_worker_replaced():
     async def use(pool):
         first = children() - others
-        begin = time.monotonic()
         with pytest.raises(TookTooLongError):
             await pool.ask(SLOW)
-        took = time.monotonic() - begin
         while (await again(pool)) is None:  # the new one starts as fast as other work on the machine lets it
             continue
-        return first, children() - others, took
+        return first, children() - others
 
     async def again(pool):
         with suppress(TookTooLongError):
             return await pool.ask(GPUS)
 
     others = children()
-    first, second, took = with_pool(use, seconds=1.0)
+    first, second = with_pool(use, seconds=1.0)
     assert (len(first), len(second), first & second) == (1, 1, set())
-    assert took < 5
 
 
 def test_questions_beyond_those_that_may_wait_are_refused_at_once():
@@ -107,8 +103,7 @@ def test_a_worker_that_ended_while_nobody_asked_is_no_failure_of_the_next_questi
     async def use(pool):
         (pid,) = children() - others
         os.kill(pid, signal.SIGKILL)
-        await asyncio.sleep(0.3)
-        assert pid not in children()
+        await asyncio.to_thread(until, lambda: pid not in children())
         return (await pool.ask(GPUS)).status
 
     others = children()
@@ -123,7 +118,7 @@ def test_a_question_that_was_given_up_while_it_waited_is_not_asked():
         found = await asyncio.gather(*(pool.ask(SLOW, gone) for _ in range(8)), return_exceptions=True)
         return [type(one) for one in found], (await pool.ask(GPUS)).status
 
-    assert with_pool(use, seconds=5.0) == ([GoneError] * 8, 200)
+    assert with_pool(use) == ([GoneError] * 8, 200)
 
 
 def test_a_question_nobody_waits_for_any_more_gives_no_answer_to_the_next():
@@ -196,7 +191,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(monkeypatch):
         sent = []
 
         async def receive():
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
 
         async def send(message):
             sent.append(message)

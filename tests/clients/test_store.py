@@ -8,15 +8,16 @@ import os
 import shutil
 import signal
 import subprocess
-import time
+import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from packages import make_package
-from samples import COMMAND, LLAMA, file_contents, prepare_small
+from samples import COMMAND, LLAMA, PATIENCE, file_contents, prepare_small, until
 from servers import hub
 from tonnage.errors import SourceError
 from tonnage.export.manifest import PackageError
@@ -33,12 +34,67 @@ LARGE: dict[str, Any] = {**LLAMA, "hidden_size": 512, "intermediate_size": 512, 
 """Two tensors of 25 MB: files of several parts."""
 
 
+class Gate:
+    """Stands before the server, and lets requests wait: who sends them is in the middle of something."""
+
+    def __init__(self) -> None:
+        self.app: Any = None
+        self._shut: Callable[[dict[str, str]], bool] = lambda _: False
+        self._lock, self._reached, self._over = threading.Lock(), threading.Event(), threading.Event()
+        self._inside = 0
+
+    def __call__(self, environ: dict[str, str], start_response: Any) -> Any:
+        with self._lock:
+            is_shut = self._shut(environ)
+            self._inside += not is_shut
+        if is_shut:
+            self._reached.set()
+            self._over.wait(PATIENCE)
+            start_response("503 Slow Down", [("Content-Length", "0")])
+            return [b""]
+        try:
+            return self.app(environ, start_response)
+        finally:
+            with self._lock:
+                self._inside -= 1
+
+    def ended_at(self, shut: Callable[[dict[str, str]], bool], *words: object, number: int = signal.SIGKILL) -> bool:
+        """Run the command until a request waits, and end it and its workers then; say whether one did."""
+        self._reached.clear()
+        self._over.clear()
+        self._shut = shut
+        process = subprocess.Popen(
+            [*COMMAND, *map(str, words)], start_new_session=True, stdout=-3, stderr=-1, text=True
+        )
+        until(lambda: self._reached.is_set() or process.poll() is not None)
+        reached = self._reached.is_set()
+        if reached:
+            os.killpg(process.pid, number)
+        _, said = process.communicate(timeout=PATIENCE)
+        self._shut = lambda _: False
+        self._over.set()
+        until(lambda: not self._inside)  # what was let in is done, whoever sent it
+        if reached:
+            assert process.returncode == (-number if number == signal.SIGKILL else ENDED[number][0]), said
+            assert number == signal.SIGKILL or said.splitlines()[-1] == ENDED[number][1]
+        return reached
+
+
+GATE = Gate()
+
+
+def sends(environ: dict[str, str], prefix: str) -> bool:
+    """Whether a request puts an object, or a part of one, below a prefix."""
+    return environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].startswith(f"/{BUCKET}/{prefix}/")
+
+
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A client of the server, which the environment points to."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
+    GATE.app, server._server.app = server._server.app, GATE
     host, port = server.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ACCESS_KEY_ID", "somebody")
@@ -75,7 +131,7 @@ def source(s3: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path
 
 
 def command(*words: object, status: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == status, done.stderr
     assert SECRET not in done.stdout + done.stderr
     return done
@@ -94,20 +150,6 @@ def objects(s3: Any, prefix: str) -> dict[str, bytes]:
 def unfinished(s3: Any, prefix: str) -> list[str]:
     found = s3.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ())
     return [one["Key"] for one in found if one["Key"].startswith(f"{prefix}/")]
-
-
-def killed_when(reached: Callable[[], bool], *words: object, number: int = signal.SIGKILL) -> bool:
-    """Run the command until something is reached, and end it and its workers then; say whether it was."""
-    process = subprocess.Popen([*COMMAND, *map(str, words)], start_new_session=True, stdout=-3, stderr=-1, text=True)
-    while process.poll() is None:
-        if reached():
-            os.killpg(process.pid, number)
-            _, said = process.communicate()
-            if number != signal.SIGKILL:
-                assert (process.returncode, said.splitlines()[-1]) == ENDED[number]
-            return True
-        time.sleep(0.003)
-    return False
 
 
 ENDED = {
@@ -140,10 +182,16 @@ def test_preparing_from_a_store_writes_what_a_local_run_writes(
 def test_a_preparation_that_was_killed_goes_on(source: tuple[str, Path], tmp_path: Path) -> None:
     out, expected = tmp_path / "out", tmp_path / "expected"
     words = ["prepare", source[0], "--tp", 2, "--workers", 1, "-o", out]
-    moments = [".prepare/journal.jsonl", "config.json", "weights/tp2/rank-0"]
-    for moment in moments:
-        killed_when((out / moment).exists, *words)
-        assert not (out / "prepare.json").exists() or moment != moments[0]
+    first = "model-00001-of-00001.safetensors"
+    for moment in (".prepare/journal.jsonl", f"weights/tp2/rank-0/{first}", "config.json"):
+
+        def reads_on(environ: dict[str, str], there: Path = out / moment) -> bool:
+            return environ["PATH_INFO"].startswith(f"/{BUCKET}/checkpoint/") and there.exists()
+
+        assert not (out / moment).exists()
+        assert GATE.ended_at(reads_on, *words)
+        assert (out / moment).exists()
+        assert not (out / "prepare.json").exists()
     command(*words)
     command("prepare", source[1], "--tp", 2, "-o", expected)
     there, here = file_contents(out), file_contents(expected)
@@ -182,10 +230,8 @@ def test_killed_while_it_sends_there_is_no_package_and_the_next_run_sends_the_re
     prefix = f"killed-{there}-{number}"
     words = ["export", package, "--key", keys[0], "--to", f"s3://{BUCKET}/{prefix}", "--json"]
 
-    def reached() -> bool:
-        return s3.list_objects_v2(Bucket=BUCKET, Prefix=f"{prefix}/")["KeyCount"] >= there
-
-    assert killed_when(reached, *words, number=number) or there == 8
+    before = count()
+    assert GATE.ended_at(lambda one: sends(one, prefix) and next(before) >= there, *words, number=number) or there == 8
     whole = file_contents(package)
     left = objects(s3, prefix)
     assert left.items() <= whole.items()
@@ -200,7 +246,10 @@ def test_an_upload_that_was_killed_between_its_parts_leaves_nothing_that_is_paid
     s3: Any, large: Path, keys: tuple[Path, Path]
 ) -> None:
     words = ["export", large, "--key", keys[0], "--to", f"s3://{BUCKET}/parts", "--json"]
-    assert killed_when(lambda: bool(unfinished(s3, "parts")), *words)
+    before = count()
+    assert GATE.ended_at(
+        lambda one: sends(one, "parts") and "partNumber" in one["QUERY_STRING"] and next(before) >= 1, *words
+    )
     assert unfinished(s3, "parts")
     uploaded = json.loads(command(*words).stdout)["uploaded"]
     assert uploaded["aborted"] >= 1

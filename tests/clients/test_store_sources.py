@@ -17,7 +17,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from samples import COMMAND, header_bytes_in, write_shards
+from samples import COMMAND, PATIENCE, header_bytes_in, write_shards
 from servers import Seen, reply, serving
 from tonnage.api import open_checkpoint
 from tonnage.errors import CheckpointError, SourceError
@@ -25,7 +25,7 @@ from tonnage.sources.addresses import open_source
 from tonnage.sources.limits import Limits
 
 SHARD = "model-00002-of-00003.safetensors"
-LIMITS = Limits(attempts=3, connect_seconds=1, total_seconds=4, pause_seconds=0.01)
+LIMITS = Limits(attempts=3, connect_seconds=PATIENCE, total_seconds=PATIENCE, pause_seconds=0.01)
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_REGION": "us-east-1"}
 
 
@@ -145,7 +145,7 @@ def test_what_no_header_can_hold_is_refused_and_not_shown(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("objects", [0, 1000])
 def test_a_listing_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch, objects: int) -> None:
-    limits = Limits(attempts=1, connect_seconds=1, total_seconds=1)
+    limits = Limits(attempts=1, connect_seconds=PATIENCE, total_seconds=1)
     pages = iter(range(10**9))
 
     def answer(handler: Any, seen: Seen) -> None:
@@ -175,7 +175,7 @@ def test_a_page_of_a_listing_without_end_takes_no_memory_without_end(monkeypatch
     with serving(answer) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         try:
-            said = refusal("s3://models/m", Limits(attempts=1, connect_seconds=1, total_seconds=60))
+            said = refusal("s3://models/m", LIMITS)
         finally:
             over.set()
     assert said == "s3://models/m: an answer without end; expected at most 67108864 bytes"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES = 1 << 16
 _STEP_SECONDS = 0.05
-_LEFT_SECONDS = 5.0
+_LEFT_SECONDS, _LAST_WORDS_SECONDS = 5.0, 5.0
 
 
 class EngineError(TonnageError):
@@ -110,7 +110,7 @@ class EngineProcess:
         self._end_group(hurried)
         self._process.wait()
         end_children(self._others)
-        self._listener.join(_LEFT_SECONDS)
+        self._listener.join(_LAST_WORDS_SECONDS)
 
     def _end_group(self, hurried: Callable[[], bool]) -> None:
         """Kill what the leader left behind, after a moment to follow it: whatever lives can still say something."""
