@@ -206,10 +206,13 @@ def file_contents(directory: Path) -> dict[str, bytes]:
 
 
 @contextmanager
-def served(place: Path, *words: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run ``tonnage ui`` in a directory, with one worker, and yield its address and its process."""
+def served(place: Path, *words: str, before: tuple[str, ...] = ()) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run ``tonnage ui`` in a directory, with one worker, and yield its address and its process.
+
+    ``before`` is the command that starts it, such as one that sets limits.
+    """
     options = ("--port", "0", "--no-browser", "--workers", "1")
-    command = [*COMMAND, "ui", *words, *options]
+    command = [*before, *COMMAND, "ui", *words, *options]
     with subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
