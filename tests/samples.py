@@ -225,17 +225,18 @@ def file_contents(directory: Path) -> dict[str, bytes]:
 
 @contextmanager
 def served(
-    place: Path, *words: object, workers: int = 1, less: Sequence[str] = ()
+    place: Path, *words: object, workers: int = 1, less: Sequence[str] = (), before: Sequence[str] = ()
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Run ``tonnage ui`` in a directory, and yield its address and its process.
 
-    A busy machine is no reason for it to cut a question off; ``less`` are assignments to names of ``tonnage.ui.serve``.
+    A busy machine is no reason for it to cut a question off; ``less`` are assignments to names of ``tonnage.ui.serve``,
+    and ``before`` is the command that starts it, such as one that sets limits.
     """
     patient = f"settings.Settings = partial(settings.Settings, seconds={PATIENCE})"
     changed = "; ".join((patient, *(f"serve.{one}" for one in less)))
     code = f"from functools import partial; from tonnage.ui import serve, settings; {changed}; {COMMAND[-1]}"
     options = ("--port", "0", "--no-browser", "--workers", str(workers))
-    command = [*COMMAND[:-1], code, "ui", *map(str, words), *options]
+    command = [*before, *COMMAND[:-1], code, "ui", *map(str, words), *options]
     with subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

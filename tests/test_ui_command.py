@@ -148,6 +148,19 @@ def test_more_connections_than_may_be_are_asked_to_come_back(place):
     assert (answer.headers["retry-after"], answer.headers["x-content-type-options"]) == ("1", "nosniff")
 
 
+def test_connections_that_nothing_is_left_for_are_hung_up_on_without_a_word(place):
+    with served(place, before=("sh", "-c", 'ulimit -n 64; exec "$@"', "sh")) as (address, process):
+        with ExitStack() as held:
+            for _ in range(100):
+                client = held.enter_context(socket.create_connection(endpoint(address), timeout=20))
+                client.sendall(b"GET /static/plotly.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            with suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+        assert httpx2.get(f"{address}api/gpus").status_code == 200
+        process.terminate()
+        assert (process.wait(timeout=20), process.stderr.read()) == (0, "")
+
+
 def test_an_answer_that_nobody_takes_does_not_keep_its_place(place):
     with served(place, "models", less=["REQUEST_SECONDS = 0.5"]) as (address, process), socket.socket() as client:
         free = sockets_of(process)

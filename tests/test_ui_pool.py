@@ -184,6 +184,20 @@ def test_a_body_that_is_too_large_is_refused_by_what_it_says_and_by_what_it_is()
     assert stated.headers["connection"] == "close"
 
 
+def test_all_bodies_together_take_so_much_and_give_it_back(monkeypatch):
+    body = json.dumps(EXAMPLES["plan"]).encode()
+    monkeypatch.setattr(application, "MOST_HELD_BYTES", len(body))
+    with TestClient(make_app(Settings(workers=1)), base_url="http://localhost") as client:
+        answers = [
+            client.post("/api/plan", content=content, headers={"Content-Type": "application/json"})
+            for content in (body, b" " + body, (part for part in (body, b" ")), body)
+        ]
+    assert [answer.status_code for answer in answers] == [200, 503, 503, 200]
+    assert {(answer.headers["retry-after"], answer.headers["connection"]) for answer in answers[1:3]} == {
+        ("1", "close")
+    }
+
+
 def test_a_body_that_does_not_arrive_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(application, "BODY_SECONDS", 0.05)
 

@@ -28,6 +28,8 @@ BODY_SECONDS = 10
 RETRY_SECONDS = "1"
 _DROPPED = 4
 """Times the longest body, up to which one that is too large is read to its end."""
+MOST_HELD_BYTES = 256 << 20
+"""Of all bodies that are here at once, read to their end or not."""
 _CLOSE = {"Connection": "close"}
 SLOW, TOO_LARGE, GONE, BUG, BUSY, TOOK_TOO_LONG = 408, 413, 499, 500, 503, 504
 
@@ -52,9 +54,8 @@ def make_app(settings: Settings) -> Starlette:
     async def described(_: Request) -> Response:
         return Response(description, media_type="application/json")
 
-    answered = [
-        Route(route.path, partial(_answer, route, pool, settings), methods=[route.method]) for route in (*API, *PAGES)
-    ]
+    answer = partial(_answer, pool, settings, _Held())
+    answered = [Route(route.path, partial(answer, route), methods=[route.method]) for route in (*API, *PAGES)]
     app = Starlette(
         routes=[*answered, Route("/api/openapi.json", described), *asset_routes()],
         middleware=[Middleware(Guard, hosts=settings.hosts)],
@@ -65,16 +66,27 @@ def make_app(settings: Settings) -> Starlette:
     return app
 
 
-async def _answer(route: Answered, pool: Pool, settings: Settings, request: Request) -> Response:
+class _Held:
+    """How many bytes of bodies are here."""
+
+    nbytes = 0
+
+
+async def _answer(pool: Pool, settings: Settings, held: _Held, route: Answered, request: Request) -> Response:
     """Return what a worker answers."""
+    read = bytearray()
     try:
         posted = route.method == "POST"
-        body = await _body(request, settings.body_bytes) if posted else request.scope["query_string"]
+        if posted:
+            await _read_body(request, settings.body_bytes, read, held)
+        body = bytes(read) if posted else request.scope["query_string"]
         return _response(await pool.ask(Question(route.name, body), request.is_disconnected))
     except (UnansweredError, ClientDisconnect) as error:
         return _unanswered(error, settings)
     except asyncio.CancelledError:  # by the server alone, which has waited long enough for its end
         return problem_response(BUSY, Problem(where="server", what="it ends"), headers=_CLOSE)
+    finally:
+        held.nbytes -= len(read)
 
 
 def _unanswered(error: UnansweredError | ClientDisconnect, settings: Settings) -> Response:
@@ -88,7 +100,7 @@ def _unanswered(error: UnansweredError | ClientDisconnect, settings: Settings) -
     if isinstance(error, BusyError | WorkerKilledError):
         what = "too many requests wait" if isinstance(error, BusyError) else "what worked on it was killed"
         busy = Problem(where="server", what=what, expected="another try later")
-        return problem_response(BUSY, busy, headers={"Retry-After": RETRY_SECONDS})
+        return problem_response(BUSY, busy, headers={**_CLOSE, "Retry-After": RETRY_SECONDS})
     if isinstance(error, TookTooLongError):
         expected = f"an answer within {settings.seconds:g} s"
         return problem_response(TOOK_TOO_LONG, Problem(where="server", what="cut off", expected=expected))
@@ -106,8 +118,8 @@ class BodyTooSlowError(UnansweredError):
     """A body does not arrive."""
 
 
-async def _body(request: Request, most: int) -> bytes:
-    """Return the body of a request, kept no further than it may go and read no longer than it may take.
+async def _read_body(request: Request, most: int, read: bytearray, held: _Held) -> None:
+    """Read the body of a request, kept no further than it may go and read no longer than it may take.
 
     What is too large is read on for a while, and dropped: who is still sending does not hear a refusal.
     """
@@ -115,13 +127,16 @@ async def _body(request: Request, most: int) -> bytes:
     length = int(stated[:20]) if stated.isdecimal() else 0
     if length > most * _DROPPED:
         raise BodyTooLargeError
-    read, seen = bytearray(), 0
+    seen = 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 seen += len(part)
                 if max(seen, length) <= most:
+                    if held.nbytes + len(part) > MOST_HELD_BYTES:
+                        raise BusyError
                     read += part
+                    held.nbytes += len(part)
                 elif seen > most * _DROPPED:
                     break
     except TimeoutError as error:
@@ -129,7 +144,6 @@ async def _body(request: Request, most: int) -> bytes:
             raise BodyTooSlowError from error
     if max(seen, length) > most:
         raise BodyTooLargeError
-    return bytes(read)
 
 
 def _response(answer: Answer) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -92,7 +93,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
         raise UnitError(Problem(where="--host", what="no address", found=host)) from error
-    listening = socket.socket(family, kind, protocol)
+    listening = _Listening(family, kind, protocol)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -103,6 +104,23 @@ def listen(host: str, port: int) -> socket.socket:
         found = f"{port}: {os.strerror(error.errno or 0)}"
         raise UnitError(Problem(where="--port", what="cannot be used", expected=expected, found=found)) from error
     return listening
+
+
+class _Listening(socket.socket):
+    """Hangs up on whom there is no descriptor for; asyncio would let nobody in and fill the terminal with it."""
+
+    def accept(self) -> tuple[socket.socket, object]:
+        """Return the next connection. Half of all descriptors are kept for files that are sent, and for workers.
+
+        Raises:
+            BlockingIOError: There is none, or it was one too many.
+        """
+        connection, address = super().accept()
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and connection.fileno() >= soft // 2:  # the lowest that was free
+            connection.close()
+            raise BlockingIOError
+        return connection, address
 
 
 def address_of(listening: socket.socket, hosts: Sequence[str]) -> str:
