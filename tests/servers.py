@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]*)")
@@ -242,3 +245,15 @@ def tree(directory: Path, large: int) -> Iterator[dict[str, Any]]:
 def sha256_of(path: Path) -> str:
     """Return the digest of a file; of one too large for a test, that of its name."""
     return hashlib.sha256(path.name.encode() if path.stat().st_size > 16 << 20 else path.read_bytes()).hexdigest()
+
+
+def unknown_hosts(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
+    """Let no name of a host be known from now on; return the names that are asked for."""
+    names: list[str] = []
+
+    def ask(host: str, *_: object, **__: object) -> None:
+        names.append(host)
+        raise socket.gaierror(number, "not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    return names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from samples import PATIENCE, header_bytes_in, write_shards
-from servers import COMMIT, Hub, Seen, hub, reply, siblings
+from servers import COMMIT, Hub, Seen, hub, reply, siblings, unknown_hosts
 from tonnage.api import open_checkpoint, read_config
 from tonnage.errors import CheckpointError, SourceError
 from tonnage.sources.addresses import open_source
@@ -104,6 +105,27 @@ def test_a_commit_that_is_kept_is_not_asked_for_again(there: Hub) -> None:
         assert (again.digest, again.source.address) == (first.digest, first.source.address)
         assert len(there.api.of("/api/models")) == len([s for s in there.api.seen if "harness" not in s.path]) == asked
         assert again.source.transfer.kept_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("number", "asked", "line"),
+    [
+        (socket.EAI_NONAME, 1, "no such host, or no network; expected a network, or TONNAGE_OFFLINE=1 and "),
+        (socket.EAI_AGAIN, 3, "given up after 3 attempts; expected an answer of http://127.0.0.1:"),
+    ],
+)
+@pytest.mark.usefixtures("there")
+def test_a_hub_whose_name_is_not_known_is_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, number: int, asked: int, line: str
+) -> None:
+    names = unknown_hosts(monkeypatch, number)
+    assert refusal().startswith(f"hf:org/name@main: {line}")
+    assert names == ["127.0.0.1"] * asked
+
+
+def test_a_name_without_an_organisation_is_asked_for(there: Hub) -> None:
+    assert refusal("hf:gpt2").startswith("hf:gpt2@main: no such repository, or a private one")
+    assert [seen.path for seen in there.api.of("/api/models")] == ["/api/models/gpt2/revision/main?blobs=true"]
 
 
 def test_offline_nothing_is_asked_for_and_that_is_said(there: Hub) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from samples import PATIENCE, header_bytes_in, write_shards
-from servers import Seen, Server, reply, serving, web
+from servers import Seen, Server, reply, serving, unknown_hosts, web
 from tonnage.api import PlanRequest, open_checkpoint, plan_checkpoint
 from tonnage.errors import CheckpointError, ConfigError, SourceError
 from tonnage.sources.addresses import open_source
 from tonnage.sources.limits import Limits
+from tonnage.sources.transfer import Transfer
 
 SHARD = "model-00002-of-00003.safetensors"
 LIMITS = Limits(
@@ -448,6 +449,30 @@ def test_a_server_that_is_not_there_is_said() -> None:
             SourceError, match=r"given up after 3 attempts; expected an answer; found Connection refused"
         ):
             open_checkpoint(address, limits=LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("number", "asked", "line"),
+    [
+        (socket.EAI_NONAME, 1, "no such host, or no network; expected a network, or TONNAGE_OFFLINE=1 and "),
+        (socket.EAI_AGAIN, 3, "given up after 3 attempts; expected an answer; found not known"),
+    ],
+)
+def test_a_host_that_is_not_known_is_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, number: int, asked: int, line: str
+) -> None:
+    names = unknown_hosts(monkeypatch, number)
+    with pytest.raises(SourceError) as refused:
+        open_checkpoint("https://example.com/m", limits=LIMITS)
+    assert line in str(refused.value)
+    assert names == ["example.com"] * asked
+
+
+def test_once_anything_has_come_a_host_that_is_not_known_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = unknown_hosts(monkeypatch, socket.EAI_NONAME)
+    with pytest.raises(SourceError, match="given up after 3 attempts"):
+        open_checkpoint("https://example.com/m", limits=LIMITS, transfer=Transfer(nbytes=1))
+    assert names == ["example.com"] * 3
 
 
 ADDRESSES = {

@@ -3,6 +3,7 @@
 ::
 
     TonnageError                 exit code 2 unless stated
+    ├── UsageError               the words of a command cannot be read
     ├── UnitError                a size or number on the command line cannot be read
     ├── SourceError              where files lie cannot be reached, or answers wrong
     ├── CheckpointError          headers, index or files of a checkpoint are wrong
@@ -78,6 +79,10 @@ class TonnageError(Exception):
         if len(self.problems) > _MOST_LINES:
             lines.append(f"and {len(self.problems) - _MOST_LINES} more problems")
         return "\n".join(lines)
+
+
+class UsageError(TonnageError):
+    """The words of a command cannot be read."""
 
 
 class UnitError(TonnageError):

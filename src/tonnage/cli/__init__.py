@@ -12,7 +12,6 @@ import sys
 from typing import Annotated, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from tonnage.cli.calibrate import calibrate
 from tonnage.cli.calibrations import calibrations
@@ -37,6 +36,7 @@ from tonnage.cli.report import report
 from tonnage.cli.serve import serve
 from tonnage.cli.synth import synth
 from tonnage.cli.ui import ui
+from tonnage.cli.usage import Words
 from tonnage.cli.verify import verify
 from tonnage.errors import TonnageError, one_line
 from tonnage.version import __version__
@@ -79,7 +79,7 @@ _ORDER = (
 """As they follow each other in use, then what there is to know and to see."""
 
 
-class _InOrder(TyperGroup):
+class _InOrder(Words):
     """Lists commands and groups of commands in one order."""
 
     def list_commands(self, ctx: object) -> list[str]:  # noqa: ARG002 - what it is called with

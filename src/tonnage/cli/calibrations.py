@@ -9,6 +9,7 @@ import typer
 
 from tonnage.cli.fit_terms import fit_terms
 from tonnage.cli.options import Json, emit, emit_json
+from tonnage.cli.usage import Words
 from tonnage.errors import CreditError, Problem, one_line
 from tonnage.units import counted
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 CONTRADICTED = 5
 SCHEMA = "tonnage.calibrations/1"
-calibrations = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+calibrations = typer.Typer(cls=Words, no_args_is_help=True, rich_markup_mode=None)
 Records = Annotated[
     list[str] | None,
     typer.Argument(metavar="[RECORD]...", help="Names, files or directories of records; by default all known ones."),

@@ -25,6 +25,9 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _AS_THEY_ARE = "!#$%&'()*+,/:;=?@[]~"
 _HOST = re.compile(r"[a-z0-9]([a-z0-9._-]{0,252})|[0-9a-f:.]{2,45}(%[a-z0-9]{1,15})?")
 _PORTS = {"http": 80, "https": 443}
+_UNKNOWN = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
+NO_HOST = ("no such host, or no network", "a network, or TONNAGE_OFFLINE=1 and what an earlier run kept")
+"""What is wrong and what would do, where :func:`is_no_host` before anything has come; later a network may come back."""
 
 
 class Origin(NamedTuple):
@@ -73,6 +76,15 @@ def _plain_host(host: str) -> str:
         return host.lower() if ":" in host else host.encode("idna").decode("ascii").lower()
     except UnicodeError:
         return ""
+
+
+def is_no_host(error: BaseException | None) -> bool:
+    """Whether a host is not known, as far as names are known here; a name server that is silent may answer yet."""
+    while error is not None:
+        if isinstance(error, socket.gaierror):
+            return error.errno in _UNKNOWN
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def is_header_text(text: str) -> bool:

@@ -19,7 +19,7 @@ from weakref import finalize
 
 from tonnage.errors import SourceError, one_line
 from tonnage.sources.answers import AGAIN, MISSING, MOVED, Asked, Head, read_head, refusal, retry_after
-from tonnage.sources.connections import Connection, Origin, origin_of, target_of
+from tonnage.sources.connections import NO_HOST, Connection, Origin, is_no_host, origin_of, target_of
 from tonnage.sources.limits import Limits
 from tonnage.sources.transfer import Transfer
 from tonnage.version import __version__
@@ -205,6 +205,9 @@ class _Request:
             found = error.verify_message
             raise self._asked.refuse("the server is not who it says", expected=expected, found=found) from error
         except (OSError, http.client.HTTPException) as error:
+            if is_no_host(error) and not self._client.transfer.nbytes:
+                what, expected = NO_HOST
+                raise self._asked.refuse(what, expected=expected, found=broken_by(error)) from error
             stale = connection.used and self._done == done and isinstance(error, ConnectionError)
             raise _BrokenError(broken_by(error), stale=stale) from error
         finally:

@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 
 from tonnage.errors import Problem, SourceError, one_line
 from tonnage.sources.answers import AGAIN, Asked, retry_after
-from tonnage.sources.connections import Origin, is_header_text, origin_of
+from tonnage.sources.connections import NO_HOST, Origin, is_header_text, is_no_host, origin_of
 from tonnage.sources.http import WebClient
 from tonnage.sources.limits import ALLOW_HTTP, Limits, is_set
 from tonnage.sources.local import LocalSource
@@ -259,6 +259,8 @@ def _asked(text: str, ask: Callable[[], Any], limits: Limits, transfer: Transfer
             final = _final(text, error)
             if final is not None:
                 raise final from error
+            if is_no_host(error) and not transfer.nbytes:
+                raise _refusal(text, *NO_HOST, f"{constants.ENDPOINT}: {error}") from error
             found, seconds = _passing(error, pause)
         if attempt == limits.attempts or time.monotonic() + seconds > deadline:
             raise _refusal(text, f"given up after {attempt} attempts", f"an answer of {constants.ENDPOINT}", found)
