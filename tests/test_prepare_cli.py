@@ -442,7 +442,7 @@ def test_values_that_are_not_finite_are_kept_as_the_refusal_says(
     prepared(tonnage, *words, "--nonfinite", "keep", "--force")
 
 
-@pytest.mark.parametrize("limit_bytes", [300_000 << 10, 150_000 << 10])
+@pytest.mark.parametrize("limit_bytes", [410_000 << 10, 300_000 << 10, 150_000 << 10])
 def test_too_little_memory_is_refused_in_one_line(source: Path, tmp_path: Path, limit_bytes: int) -> None:
     done = subprocess.run(
         [COMMAND, "prepare", source, "--convert", "mxfp8", "-o", tmp_path / "out", "--workers", "1"],

@@ -31,6 +31,9 @@ def compare(
 
     Example: tonnage compare checkpoint prepared --json
     """
+    from tonnage.prepare.compiler_room import check_compiler_room
+
+    check_compiler_room()
     from tonnage.compare.comparison import compare_models, comparison_document
     from tonnage.compare.model import open_model
     from tonnage.compare.texts import read_prompts, shipped_prompts

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tonnage.errors import Problem
 from tonnage.prepare.ahead import HashedReader, reading
+from tonnage.prepare.compiler_room import check_compiler_room
 from tonnage.prepare.io import NewFile, PrepareError, check_origin, new_digests, opened_source, source_digests
 from tonnage.prepare.jobs import Job, OutputFile, ShardPass, Step, jobs_of
 from tonnage.prepare.journal import ConvertedTensor, SourceDigest, WrittenFile
@@ -146,6 +147,7 @@ def _steps(run: Run, reader: Reader, outputs: Outputs, setup: Setup) -> list[Con
 
 def _convert(stream: Stream, step: Step, setup: Setup) -> ConvertedTensor:
     """Convert a tensor for all ranks and sum up its errors."""
+    check_compiler_room()
     from tonnage.prepare.mxfp8 import Figures, quantize  # noqa: PLC0415 - loads a compiler; many jobs need none
 
     source = step.source
