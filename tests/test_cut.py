@@ -181,6 +181,27 @@ def test_a_preparation_that_is_not_complete_is_refused(tonnage_here, preparation
     assert "preparation is not complete; expected prepare.json" in tonnage_here("plan", preparation).stderr
 
 
+@pytest.mark.parametrize("made", ["package", "preparation"])
+def test_without_its_weights_nothing_is_planned_as_its_config_unless_that_is_named(
+    tonnage_here, request, tmp_path: Path, made: str
+):
+    copy = Path(shutil.copytree(request.getfixturevalue(made), tmp_path / "copy"))
+    shutil.rmtree(copy / "weights")
+    kind = "a package" if made == "package" else "a prepared directory"
+    for words in (("plan", copy), ("inspect", copy), ("prepare", copy, "-o", tmp_path / "out")):
+        done = tonnage_here(*words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(
+            f"tonnage: {copy}: {kind} without its weights; expected its weights, prepared or "
+        )
+        assert done.stderr.count("\n") == 1
+    assert tonnage_here("plan", copy / "config.json").returncode == 0
+    if made == "preparation":
+        (copy / "prepare.json").unlink()
+        (copy / ".prepare").mkdir()
+        assert "copy: an unfinished preparation without its weights; " in tonnage_here("plan", copy).stderr
+
+
 OF_PACKAGES_MADE_ELSEWHERE = {"estimator", "credit_permille", "calibration", "device_bytes"}
 """Such a plan says nothing of what is served."""
 NOT_OFFERED = {

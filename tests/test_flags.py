@@ -47,7 +47,7 @@ DOCUMENTED = {
         "--mem-fraction-static": 1, "--max-total-tokens": 1, "--max-mamba-cache-size": 1, "--page-size": 1, "--quantization": 1,
         "--cuda-graph-backend-decode": 1, "--cuda-graph-backend-prefill": 1,
         "--speculative-algorithm": 1, "--speculative-draft-model-path": 1, "--speculative-num-steps": 1,
-        "--speculative-eagle-topk": 1, "--speculative-num-draft-tokens": 1, "--speculative-draft-kv-cache-dtype": 1,
+        "--speculative-eagle-topk": 1, "--speculative-num-draft-tokens": 1,
         "--disable-cuda-graph": 0,
     },
 }  # fmt: skip
@@ -57,7 +57,7 @@ TABBY_KEYS = {
         "model_dir", "model_name", "backend", "max_seq_len", "cache_size", "cache_mode", "tensor_parallel",
         "gpu_split_auto", "chunk_size", "max_batch_size",
     },
-    "draft_model": {"draft_mode", "draft_model_dir", "draft_model_name", "draft_cache_mode", "draft_num_tokens"},
+    "draft_model": {"draft_mode", "draft_model_dir", "draft_model_name", "draft_num_tokens"},
 }  # fmt: skip
 PROGRAM = {"vllm": 3, "sglang": 3}  # words before the first flag
 
@@ -111,7 +111,7 @@ def test_sglang_command_word_by_word() -> None:
 
 
 def test_tabbyapi_command_and_config_line_by_line() -> None:
-    serve = replace(TABBY, draft=DraftPlan(method="draft-model", tokens=5, model="drafts/small", kv_dtype="int4"))
+    serve = replace(TABBY, draft=DraftPlan(method="draft-model", tokens=5, model="drafts/small"))
     command = serve_command(serve)
     assert command.words == ("python", "main.py", "--config", "config.yml")
     assert [(file.name, file.lines) for file in command.files] == [
@@ -132,7 +132,6 @@ def test_tabbyapi_command_and_config_line_by_line() -> None:
                 '  draft_model_dir: "drafts"',
                 '  draft_model_name: "small"',
                 "  draft_num_tokens: 5",
-                '  draft_cache_mode: "Q4"',
             ),
         )
     ]
@@ -263,18 +262,6 @@ def test_a_draft_is_written_in_the_words_of_the_engine(method: str) -> None:
         assert problems(replace(TABBY, draft=draft))[0].startswith("draft method: unknown to the engine")
     else:
         assert lines_of(replace(TABBY, draft=draft))["draft_model"]["draft_mode"] == tabby
-
-
-def test_the_cache_of_a_draft_has_its_own_dtype() -> None:
-    draft = DraftPlan(method="eagle3", tokens=3, model="d", kv_dtype="fp8")
-    assert json.loads(flags_of(replace(VLLM, draft=draft))["--speculative-config"])["kv_cache_dtype"] == "fp8"
-    assert flags_of(replace(SGLANG, draft=draft))["--speculative-draft-kv-cache-dtype"] == "fp8_e4m3"
-    wrong = replace(draft, kv_dtype="nvfp5")
-    assert problems(replace(SGLANG, draft=replace(draft, kv_dtype="nvfp4")))[0].startswith("draft KV dtype: unknown")
-    bits = DraftPlan(method="draft-model", tokens=3, model="d", kv_dtype="8,4")
-    assert problems(replace(TABBY, draft=bits))[0].startswith("draft KV dtype: unknown")
-    for serve in (VLLM, SGLANG, TABBY):
-        assert any("nvfp5" in line for line in problems(replace(serve, draft=wrong)))
 
 
 def test_drafts_and_their_checkpoints_belong_together() -> None:

@@ -88,6 +88,18 @@ def test_nothing_of_the_page_is_from_elsewhere_or_inline(shelf) -> None:
     assert all(link.startswith(("/", "?", "#")) for link in links)
 
 
+def test_tokens_may_be_written_short_and_stand_in_the_form_as_typed(shelf) -> None:
+    short, long = (
+        Shape(page(shelf, **QWEN | {"context": context, "prefill": prefill}))
+        for context, prefill in (("8k", "2K"), ("8192", "2048"))
+    )
+    assert {"8k", "2K"} <= set(short.valued("input", "value"))
+    verdicts = [
+        next(text for text in found.text if text.startswith(("Fits: ", "Refused: "))) for found in (short, long)
+    ]
+    assert verdicts[0] == verdicts[1]
+
+
 def test_a_refused_plan_has_a_button_for_each_suggestion(shelf) -> None:
     html = page(shelf, **QWEN | {"context": "40960", "concurrency": "64"})
     found = Shape(html)

@@ -26,13 +26,16 @@ from tonnage.ui.state import (
 
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"]), max_size=20)
 COUNT = st.integers(1, 999_999_999).map(str)
-COUNTS = ("tp", "ep", "dcp", "pp", "concurrency", "prefill", "context", "draft_tokens")
+COUNTS = ("tp", "ep", "dcp", "pp", "concurrency", "draft_tokens")
+TOKENS = st.builds(str.__add__, COUNT, st.sampled_from(("", "k", "K", "m")))
 STATES = st.builds(
     State,
     source=st.sampled_from(("directory", "hub", "config")),
     eager=st.sampled_from(("", "on")),
     **dict.fromkeys(COUNTS, COUNT),
-    **{name: TEXT for name in NAMES if name not in (*COUNTS, "source", "eager")},
+    prefill=TOKENS,
+    context=TOKENS,
+    **{name: TEXT for name in NAMES if name not in (*COUNTS, "prefill", "context", "source", "eager")},
 )
 
 
@@ -57,7 +60,8 @@ def test_any_address_is_read_or_refused(query: str) -> None:
 MALFORMED = {
     "unknown": ("rank=1", "address: no setting of this page; found rank"),
     "twice": ("tp=1&tp=2", "--tp: given twice; found 2"),
-    "no number": ("context=many", "--context: cannot be read; expected a whole number; found many"),
+    "no number": ("context=many", "--context: cannot be read; expected a whole number, or such as 32k; found many"),
+    "no size": ("prefill=4kB", "--profile: cannot be read; expected a whole number, or such as 32k; found 4kB"),
     "negative": ("tp=-1", "--tp: cannot be read; expected a whole number; found -1"),
     "other digits": ("tp=%D9%A3", "--tp: cannot be read; expected a whole number; found ٣"),
     "no source": ("source=ftp", "checkpoint: cannot be read; expected directory, hub, config; found ftp"),
@@ -91,6 +95,15 @@ def test_a_request_has_what_was_said_and_nothing_else() -> None:
     }  # fmt: skip
     config = request_of(State(source="config"), "{}")
     assert config["checkpoint"] == {"config": "{}", "name": "config.json"}
+
+
+def test_tokens_are_written_as_for_the_command() -> None:
+    state = State(checkpoint="a", context="32k", prefill="8K")
+    asked = request_of(state)
+    assert (asked["context"], asked["profile"]) == (32768, "c4-p8K")
+    assert request_of(replace(state, context="1M"))["context"] == 1 << 20
+    with pytest.raises(UnitError, match=r"--context: not a number of tokens; expected .*; found '0'"):
+        request_of(replace(state, context="0"))
 
 
 HALF = {

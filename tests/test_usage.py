@@ -26,6 +26,7 @@ REFUSED = {
     "no choice": ("export-names x -o y --style a", "--style: cannot be used; expected one of 'exl3', 'vllm-sharded'; found 'a'"),
     "missing argument": ("compare", "A: missing; expected tonnage compare [OPTIONS] "),
     "missing option": ("prepare x", "--output: missing; expected --output PATH"),
+    "missing option without a word for its value": ("join a -o b --part-key c", "--key: missing; expected --key KEY\n"),
     "too many words": ("plan x y z", "tonnage plan: too many words; expected tonnage plan [OPTIONS] "),
     "unknown command": ("plna", "plna: no command of tonnage; expected plan"),
     "unknown command of a group": ("calibrations lst", "lst: no command of tonnage calibrations; expected list"),

@@ -346,12 +346,21 @@ def cut_into_ranks(source: Source) -> str | None:
     """Return what a directory of ranks is, a package or a prepared directory; ``None`` for anything else."""
     if any(name.endswith(SUFFIX) for name in source.names()):
         return None
-    finished = all(source.has(name) for name in (MANIFEST, SIGNATURE))
-    prepared = any(source.has(name) for name in (SUMMARY, STATE))
-    unsigned = not finished and not prepared and all(source.has(name) for name in (MANIFEST, PROVENANCE))
-    if not (finished or prepared or unsigned) or not source.has("weights"):
-        return None
-    return "a package" if finished else "a prepared directory" if prepared else "a package without model.sig"
+    made = _made(source)
+    return made if made is not None and source.has("weights") else None
+
+
+def _made(source: Source) -> str | None:
+    """Return what a directory without weights at its top says it is, if ``prepare`` or ``export`` wrote it."""
+    for what, names in (
+        ("a package", (MANIFEST, SIGNATURE)),
+        ("a prepared directory", (SUMMARY,)),
+        ("an unfinished preparation", (STATE,)),
+        ("a package without model.sig", (MANIFEST, PROVENANCE)),
+    ):
+        if all(source.has(name) for name in names):
+            return what
+    return None
 
 
 def _check_source(source: Source) -> None:
@@ -372,6 +381,9 @@ def _open_directory(source: Source, draft_method: str) -> Checkpoint:
     if not weights and not source.has(INDEX_FILE):
         if manifest is not None:
             raise CheckpointError(Problem(where=source.address, what="a manifest, but no safetensors files"))
+        if (made := _made(source)) is not None:
+            expected = f"its weights, prepared or fetched again; a plan of its source is that of {_CONFIG} alone"
+            raise CheckpointError(Problem(where=source.address, what=f"{made} without its weights", expected=expected))
         note = f"no safetensors files in {source.address}: planned from config.json alone{_weights_beside(names)}"
         assignment = assign_blueprint(blueprint)
         noted = replace(assignment, notes=(note, *assignment.notes))

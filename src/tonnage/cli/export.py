@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from tonnage.export.sign import Key, Signer, Sigstore
     from tonnage.export.upload import Uploaded
 
+PasswordEnv = Annotated[
+    str | None, typer.Option("--password-env", metavar="NAME", help="Variable with the password of the key.")
+]
+Certificate = Annotated[Path | None, typer.Option("--certificate", help="Certificate of the key, PEM.")]
+Chain = Annotated[
+    list[Path] | None, typer.Option("--chain", help="Certificates above it, in order, PEM; may be repeated.")
+]
 EXPORT_SCHEMA = "tonnage.export/1"
 _MOST_TOKENS = 1 << 20
 _PLAN_LIMIT_BYTES = 64 << 20
@@ -31,13 +38,9 @@ def export(
     key: Annotated[
         Path | None, typer.Option("--key", help="Private key to sign with: PEM, P-256, P-384 or P-521.")
     ] = None,
-    password_env: Annotated[
-        str | None, typer.Option("--password-env", metavar="NAME", help="Variable with the password of the key.")
-    ] = None,
-    certificate: Annotated[Path | None, typer.Option("--certificate", help="Certificate of the key, PEM.")] = None,
-    chain: Annotated[
-        list[Path] | None, typer.Option("--chain", help="Certificates above it, in order, PEM; may be repeated.")
-    ] = None,
+    password_env: PasswordEnv = None,
+    certificate: Certificate = None,
+    chain: Chain = None,
     sigstore: Annotated[
         bool, typer.Option("--sigstore", help="Sign without a key, as an identity Sigstore vouches for (network).")
     ] = False,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tonnage.cli.export import key_of
+from tonnage.cli.export import Certificate, Chain, PasswordEnv, key_of
 from tonnage.cli.options import Json, emit, emit_json, here, note
 from tonnage.units import ranges
 
@@ -37,13 +37,9 @@ def join(
         typer.Option("--part-key", metavar="PEM", help="Public key that must have signed the parts; repeatable."),
     ],
     key: Annotated[Path, typer.Option("--key", help="Private key to sign with: PEM, P-256, P-384 or P-521.")],
-    password_env: Annotated[
-        str | None, typer.Option("--password-env", metavar="NAME", help="Variable with the password of the key.")
-    ] = None,
-    certificate: Annotated[Path | None, typer.Option("--certificate", help="Certificate of the key, PEM.")] = None,
-    chain: Annotated[
-        list[Path] | None, typer.Option("--chain", help="Certificates above it, in order, PEM; may be repeated.")
-    ] = None,
+    password_env: PasswordEnv = None,
+    certificate: Certificate = None,
+    chain: Chain = None,
     name: Annotated[str | None, typer.Option("--name", help="Of the package; that of the parts by default.")] = None,
     as_json: Json = False,
 ) -> None:

@@ -114,7 +114,11 @@ def _problem(error: Any) -> Problem:
     where = max(param.opts, key=len) if param.param_type_name == "option" else param.metavar or param.name
     if type(error).__name__ == "MissingParameter":
         is_option = param.param_type_name == "option"
-        return Problem(where=where, what="missing", expected=f"{where} {param.metavar}" if is_option else usage)
+        return Problem(
+            where=where,
+            what="missing",
+            expected=f"{where} {param.metavar or param.name.upper()}" if is_option else usage,
+        )
     return _bad_value(where, error)
 
 

@@ -18,7 +18,7 @@ from tonnage.flags.values import (
     unused,
 )
 from tonnage.memory.budget import utilization_text
-from tonnage.memory.cache_sglang_options import SGLANG_KV_DTYPES, sglang_kv_dtype
+from tonnage.memory.cache_sglang_options import sglang_kv_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,6 @@ ALGORITHMS: dict[DraftMethod, str] = {
 }  # fmt: skip
 STEPWISE: tuple[DraftMethod, ...] = ("eagle", "eagle3", "mtp", "draft-model")
 """Methods that draft one token after another; the others propose a block at once."""
-DRAFT_KV_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 QUANTIZATIONS = frozenset({
     "auto-round", "auto-round-int8", "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp8", "gguf", "gptq",
     "gptq_marlin", "modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "moe_wna16", "mxfp4", "mxfp8",
@@ -95,8 +94,6 @@ def _problems(serve: ServePlan, version: Version) -> Iterator[Problem]:
         return
     if serve.draft.method not in ALGORITHMS:
         yield choice_problem("draft method", serve.draft.method, tuple(ALGORITHMS))
-    if serve.draft.kv_dtype in SGLANG_KV_DTYPES and serve.draft.kv_dtype not in DRAFT_KV_DTYPES:
-        yield choice_problem("draft KV dtype", serve.draft.kv_dtype or "", DRAFT_KV_DTYPES)
 
 
 def _topology_words(serve: ServePlan) -> list[str]:
@@ -122,6 +119,4 @@ def _draft_words(draft: DraftPlan) -> list[str]:
     if draft.method in STEPWISE:
         words += ["--speculative-num-steps", str(draft.tokens), "--speculative-eagle-topk", "1"]
     words += ["--speculative-num-draft-tokens", str(draft.tokens + 1)]
-    if draft.kv_dtype is not None:
-        words += ["--speculative-draft-kv-cache-dtype", sglang_kv_dtype(draft.kv_dtype)]
     return words

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from tonnage.errors import FlagsError, Problem, UnknownFormatError, raise_if_any
+from tonnage.errors import FlagsError, Problem, raise_if_any
 from tonnage.flags.values import ConfigFile, ServeCommand, choice_problem, common_problems, kv_dtype_problems, unused
 from tonnage.memory.cache_exllamav3 import PAGE_TOKENS, cache_bits
 
@@ -23,7 +23,6 @@ CONFIG = "config.yml"
 MODES: dict[DraftMethod, str] = {
     "draft-model": "model", "dflash": "model", "dflash2": "model", "mtp": "mtp", "ngram": "ngram",
 }  # fmt: skip
-DRAFT_CACHE_MODES = {(0, 0): "FP16", (8, 8): "Q8", (6, 6): "Q6", (4, 4): "Q4"}
 """By the bits of keys and values; drafts have these names only."""
 
 
@@ -72,8 +71,6 @@ def _model_problems(serve: ServePlan) -> Iterator[Problem]:
         return
     if draft.method not in MODES:
         yield choice_problem("draft method", draft.method, tuple(MODES))
-    if draft.kv_dtype is not None and "," in draft.kv_dtype and _draft_mode(draft.kv_dtype) is None:
-        yield choice_problem("draft KV dtype", draft.kv_dtype, tuple(DRAFT_CACHE_MODES.values()))
 
 
 def cache_mode(kv_dtype: str) -> str:
@@ -84,14 +81,6 @@ def cache_mode(kv_dtype: str) -> str:
     """
     k_bits, v_bits = cache_bits(kv_dtype)
     return f"{k_bits},{v_bits}" if k_bits else "FP16"
-
-
-def _draft_mode(kv_dtype: str) -> str | None:
-    """Return ``draft_cache_mode``, or ``None`` for bits without a name."""
-    try:
-        return DRAFT_CACHE_MODES.get(cache_bits(kv_dtype))
-    except UnknownFormatError:
-        return None
 
 
 def _model_keys(serve: ServePlan) -> dict[str, object]:
@@ -114,8 +103,6 @@ def _draft_keys(serve: ServePlan) -> dict[str, object]:
     if draft.model is not None:
         keys["draft_model_dir"], keys["draft_model_name"] = _split(draft.model)
     keys["draft_num_tokens"] = draft.tokens
-    if draft.kv_dtype is not None:
-        keys["draft_cache_mode"] = _draft_mode(draft.kv_dtype)
     return keys
 
 

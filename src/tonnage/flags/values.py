@@ -34,13 +34,11 @@ class DraftPlan:
         method: Which method.
         tokens: Tokens proposed per step.
         model: Path or hub name of the draft; ``None`` for methods that read none.
-        kv_dtype: Dtype of the draft's cache where it differs from the target's, in the engine's words.
     """
 
     method: DraftMethod
     tokens: int
     model: str | None = None
-    kv_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +172,11 @@ def unused(serve: ServePlan, engine: str, *names: str) -> Iterator[Problem]:
 
 
 def kv_dtype_problems(serve: ServePlan, read: Callable[[str], object]) -> Iterator[Problem]:
-    """Yield why the dtype of the cache, or of a draft's, is none an engine reads."""
-    for dtype in (serve.kv_dtype, None if serve.draft is None else serve.draft.kv_dtype):
-        try:
-            read("auto" if dtype is None else dtype)
-        except UnknownFormatError as error:
-            yield from error.problems
+    """Yield why the dtype of the cache is none an engine reads."""
+    try:
+        read(serve.kv_dtype)
+    except UnknownFormatError as error:
+        yield from error.problems
 
 
 def choice_problem(where: str, found: str, known: tuple[str, ...] | frozenset[str]) -> Problem:

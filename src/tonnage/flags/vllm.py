@@ -139,6 +139,4 @@ def _draft_text(draft: DraftPlan) -> str:
     config: dict[str, str | int] = {"method": METHODS[draft.method], "num_speculative_tokens": draft.tokens}
     if draft.model is not None:
         config["model"] = draft.model
-    if draft.kv_dtype is not None:
-        config["kv_cache_dtype"] = _kv_dtype(draft.kv_dtype)
     return json.dumps(config, separators=(",", ":"))

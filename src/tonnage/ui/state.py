@@ -13,12 +13,15 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from tonnage.errors import Problem, UnitError, one_line, raise_if_any
+from tonnage.units import parse_tokens
 
 LONGEST_VALUE = 4096
 LONGEST_QUERY = 8192
 _COUNT = re.compile(r"[0-9]{1,9}", re.ASCII)
+_COUNT_OF_TOKENS = re.compile(r"[0-9]{1,9}[km]?", re.ASCII | re.IGNORECASE)
 _PROFILE = re.compile(r"c([0-9]+)-p([0-9]+)", re.ASCII)
-_COUNTS = ("tp", "ep", "dcp", "pp", "concurrency", "prefill", "context", "draft_tokens")
+_COUNTS = ("tp", "ep", "dcp", "pp", "concurrency", "draft_tokens")
+_TOKENS = ("prefill", "context")
 _PLAIN = (
     "gpu", "engine", "supply", "utilization", "reserve", "kv_dtype", "kv_bytes", "engine_version", "draft_method",
     "draft_bytes", "convert",
@@ -131,6 +134,8 @@ def _misread(name: str, value: str) -> list[Problem]:
         expected = f"{LONGEST_VALUE} characters at most"
     elif name in _COUNTS and not _COUNT.fullmatch(value.strip()) and value.strip():
         expected = "a whole number"
+    elif name in _TOKENS and not _COUNT_OF_TOKENS.fullmatch(value.strip()) and value.strip():
+        expected = "a whole number, or such as 32k"
     elif name == "source" and value not in SOURCES:
         expected = ", ".join(SOURCES)
     elif name == "eager" and value not in _CHECKED:
@@ -184,13 +189,13 @@ def request_of(state: State, config: str | None = None) -> dict[str, Any]:
         config: The text of a config.json, where that is the source.
 
     Raises:
-        UnitError: A checkpoint is not chosen, or half a profile is missing.
+        UnitError: A checkpoint is not chosen, half a profile is missing, or the context is none.
     """
     raise_if_any(UnitError, _missing(state, config))
     request: dict[str, Any] = {"checkpoint": _checkpoint(state, config)}
-    request |= {
-        name: int(getattr(state, name)) for name in ("tp", "ep", "dcp", "pp", "context") if getattr(state, name)
-    }
+    request |= {name: int(getattr(state, name)) for name in ("tp", "ep", "dcp", "pp") if getattr(state, name)}
+    if state.context:
+        request["context"] = parse_tokens(state.context, where="--context")
     if state.concurrency:
         request["profile"] = f"c{state.concurrency}-p{state.prefill}"
     request |= {name: getattr(state, name) for name in _PLAIN if getattr(state, name) not in ("", "auto", "none")}
