@@ -14,33 +14,13 @@ from hypothesis import HealthCheck, settings
 from samples import PATIENCE, write_key
 
 ROOT = Path(__file__).resolve().parent.parent
-# Of terminals, proxies and clients that whoever runs the tests has.
-FOREIGN = [
-    "COLUMNS",
-    "LINES",
-    "NO_COLOR",
-    "FORCE_COLOR",
-    "CLICOLOR",
-    "CLICOLOR_FORCE",
-    "TTY_COMPATIBLE",
-    "TTY_INTERACTIVE",
-    "PYTHONIOENCODING",
-    "http_proxy",
-    "https_proxy",
-    "all_proxy",
-    "no_proxy",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "ALL_PROXY",
-    "NO_PROXY",
-    "HF_TOKEN",
-    "HF_ENDPOINT",
-    "HF_HOME",
-    "CUDA_VISIBLE_DEVICES",
-    "DISPLAY",
-    "WAYLAND_DISPLAY",
-    "TONNAGE_OFFLINE",
-]
+# Of the interpreter, terminals, proxies and clients of whoever runs the tests.
+FOREIGN = (
+    "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE",
+    "PYTHONIOENCODING", "PYTHONUNBUFFERED", "http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY",
+    "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "HF_TOKEN", "HF_ENDPOINT", "HF_HOME", "CUDA_VISIBLE_DEVICES", "DISPLAY",
+    "WAYLAND_DISPLAY", "TONNAGE_OFFLINE",
+)  # fmt: skip
 for name in FOREIGN:
     os.environ.pop(name, None)
 # A busy machine fails no property: how long an example takes is not looked at.
