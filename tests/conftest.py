@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from samples import PATIENCE, write_key
+from samples import PATIENCE, kept_port, write_key
 
 ROOT = Path(__file__).resolve().parent.parent
 # Of the interpreter, terminals, proxies and clients of whoever runs the tests.
@@ -39,6 +39,13 @@ def configs() -> Path:
 def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A private and a public key."""
     return write_key(tmp_path_factory.mktemp("keys"))
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port for a server."""
+    with kept_port() as kept:
+        yield kept
 
 
 @pytest.fixture(scope="session")
