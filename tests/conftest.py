@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ FOREIGN = (
     "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "HF_TOKEN", "HF_ENDPOINT", "HF_HOME", "CUDA_VISIBLE_DEVICES", "DISPLAY",
     "WAYLAND_DISPLAY", "TONNAGE_OFFLINE",
 )  # fmt: skip
+PROGRESS = re.compile(r"^[\d.]+ of [\d.]+ \w+, \d+ of \d+ jobs.*\n", re.MULTILINE)
 for name in FOREIGN:
     os.environ.pop(name, None)
 # A busy machine fails no property: how long an example takes is not looked at.
@@ -50,13 +52,16 @@ def port() -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def tonnage() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """The installed command in a process of its own."""
+    """The installed command in a process of its own, without the lines it says only where it takes long."""
     command = Path(sys.executable).with_name("tonnage")
 
     def run(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        done = subprocess.run(
             [command, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=PATIENCE, check=False
         )
+        if words[:1] != ("prepare",):  # which always says how far it is
+            done.stderr = PROGRESS.sub("", done.stderr)
+        return done
 
     return run
 
