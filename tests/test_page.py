@@ -257,4 +257,4 @@ def test_a_plan_of_ever_so_many_kinds_of_remarks_is_written_in_linear_time() -> 
     document["remarks"] = [{"kind": f"kind {n}", "role": "role", "nbytes": 1, "why": "why"} for n in range(20_000)]
     begin = time.process_time()
     assert report_html(document).count("<caption>Kind ") == 20_000
-    assert time.process_time() - begin < 10
+    assert time.process_time() - begin < 30

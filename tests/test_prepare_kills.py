@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from samples import LLAMA, rehearse
+from samples import LLAMA, PATIENCE, rehearse
 
 KILLS = 30
 LANES = 2
@@ -76,7 +76,7 @@ class Run:
 
     def end(self) -> tuple[int, str]:
         """Wait for its end; return exit status and what it said on stderr."""
-        _, said = self.process.communicate(timeout=60)
+        _, said = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, said
 
 

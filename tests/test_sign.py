@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 
-from samples import certify, write_key
+from samples import PATIENCE, certify, write_key
 from tonnage.export.keys import KeyFileError, load_private_key, sign_payload
 from tonnage.export.sign import Key, SigningError, Sigstore, load_signer
 from tonnage.export.signature import (
@@ -495,7 +495,7 @@ def test_encoding_of_version_0_2_is_refused(keys: Path, bundle: bytes) -> None:
 
 
 def stock(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([STOCK, *map(str, words)], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([STOCK, *map(str, words)], capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 @pytest.fixture

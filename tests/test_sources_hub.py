@@ -351,7 +351,7 @@ def run(*words: object, **settings: str) -> subprocess.CompletedProcess[str]:
     command = Path(sys.executable).with_name("tonnage")
     environment = dict(os.environ) | settings
     return subprocess.run(
-        [command, *map(str, words)], capture_output=True, text=True, timeout=120, check=False, env=environment
+        [command, *map(str, words)], capture_output=True, text=True, timeout=PATIENCE, check=False, env=environment
     )
 
 

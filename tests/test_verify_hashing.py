@@ -13,6 +13,7 @@ import pytest
 from blake3 import blake3
 
 from packages import HASHES
+from samples import PATIENCE
 from tonnage.export import hashing
 from tonnage.export.hashing import Content, Keep, ReadRefusedError, Target, digest_of, read_targets, read_whole
 from tonnage.export.walk import opened
@@ -113,7 +114,7 @@ def test_nothing_but_the_header_is_read_without_a_hash(
 
 def test_files_are_read_at_the_same_time(tmp_path: Path, root: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two files of equal size by two cores: each waits until both have begun."""
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=PATIENCE)
     preadv = os.preadv
     for name in "ab":
         (tmp_path / name).write_bytes(b"12345678")

@@ -25,6 +25,7 @@ import pytest
 import safetensors
 from blake3 import blake3
 
+from samples import PATIENCE
 from tonnage.errors import TonnageError
 from tonnage.formats.dtypes import payload_bytes
 from tonnage.prepare.io import NewFile, PrepareError, source_facts, source_states
@@ -549,7 +550,7 @@ def framed(message: object) -> bytes:
 
 
 def ends(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=PATIENCE)
     return process.returncode, said
 
 

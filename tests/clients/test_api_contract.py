@@ -6,7 +6,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 
-from samples import served
+from samples import PATIENCE, served
 from tonnage.ui.examples import EXAMPLES
 from tonnage.ui.openapi import openapi_document
 
@@ -35,7 +35,7 @@ def address(tmp_path_factory):
 @schema.parametrize()
 @quietly
 def test_what_is_asked_at_random_is_answered_as_described(case, address):
-    case.call_and_validate(base_url=address, excluded_checks=NOT_ASKED)
+    case.call_and_validate(base_url=address, excluded_checks=NOT_ASKED, timeout=PATIENCE)
 
 
 @schema.include(method="POST").parametrize()
@@ -46,7 +46,7 @@ def test_what_is_asked_of_a_model_at_random_is_answered_as_described(case, addre
         case.body = {"engine": "vllm"} | case.body
         case.body |= {name: example[name] for name in ("checkpoint", "gpu", "profile", "log") if name in example}
         case.body = {name: value for name, value in case.body.items() if value is not None}
-    answer = case.call(base_url=address)
+    answer = case.call(base_url=address, timeout=PATIENCE)
     assert answer.status_code < 500
     case.validate_response(
         answer, excluded_checks=[*NOT_ASKED, schemathesis.checks.CHECKS.get_one("negative_data_rejection")]

@@ -9,6 +9,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
 from plan_documents import REQUESTS, XSS, document_of, with_text
+from samples import PATIENCE
 from tonnage.report.page import report_html
 from tonnage.report.picture import rank_picture
 
@@ -20,6 +21,7 @@ class Opened:
 
     def __init__(self, browser: Browser, path: Path, **settings: object) -> None:
         self.page: Page = browser.new_page(**settings)  # type: ignore[arg-type]
+        self.page.set_default_timeout(PATIENCE * 1000)
         self.said: list[str] = []
         self.asked: list[str] = []
         self.page.on("console", lambda message: self.said.append(message.text))

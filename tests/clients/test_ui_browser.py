@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, Route, expect
 
-from samples import LLAMA, load_script
+from samples import LLAMA, PATIENCE, load_script, served
 from tonnage.ui.state import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -23,7 +23,7 @@ SHOTS = load_script("screenshots")
 K31, K31_NAME = SHOTS.K31, SHOTS.K31_NAME
 QWEN = {"tp": "4"}
 GRAVE = ("serious", "critical")
-expect.set_options(timeout=20_000)
+expect.set_options(timeout=PATIENCE * 1000)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def hostile(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def server(models: Path, hostile: Path) -> Iterator[str]:
     """The address of a running `tonnage ui`."""
-    with SHOTS.served(models, hostile) as address:
+    with served(ROOT, models, hostile, workers=2) as (address, _):
         yield address
 
 
@@ -62,6 +62,7 @@ class Opened:
         self.context = browser.new_context(
             base_url=server, reduced_motion="reduce", viewport={"width": 1280, "height": 900}, **options
         )
+        self.context.set_default_timeout(PATIENCE * 1000)
         self.page: Page = self.context.new_page()
         self.models = models
         self.complaints: list[str] = []
@@ -210,7 +211,9 @@ def test_flags_are_copied_and_files_saved(open_page) -> None:
     opened.page.clock.install()
     page = opened.go("Qwen__Qwen3-235B-A22B-FP8.json", **QWEN)
     drawn(page)
-    page.clock.pause_at(page.evaluate("Date.now() + 1000"))  # or a slow machine looks after "Copied" is gone again
+    page.clock.pause_at(
+        page.evaluate("Date.now() + 86_400_000")
+    )  # or a slow machine looks after "Copied" is gone again
     page.get_by_role("button", name="Copy command").click()
     expect(page.locator("[data-copy=flags]")).to_have_text("Copied")
     expect(page.locator("#announce")).to_have_text("Copied")
@@ -378,6 +381,7 @@ def test_a_phone_shows_all_of_it(open_page, scheme: str) -> None:
 
 def test_it_is_used_by_keys_alone(opened) -> None:
     page = opened.go(K31_NAME, **K31)
+    drawn(page)
     expect(page.get_by_role("button", name="conversion to MXFP8", exact=True)).to_be_visible()
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to the plan")).to_be_focused()
@@ -398,7 +402,8 @@ def test_the_latest_change_is_what_is_shown(opened) -> None:
         held.append(route) if "context=1024" in route.request.post_data_json["query"] else route.continue_()
 
     page.route("**/view", hold)
-    page.get_by_label("Context, tokens").fill("1024")
+    with page.expect_request(lambda one: one.url.endswith("/view") and "context=1024" in (one.post_data or "")):
+        page.get_by_label("Context, tokens").fill("1024")
     expect(page.locator("#answer")).to_have_attribute("aria-busy", "true")
     page.get_by_label("Context, tokens").fill("16384")
     headline(page, "Fits: 30.138 GiB")

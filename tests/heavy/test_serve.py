@@ -7,10 +7,8 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from engines import PROMPTS, TOKENS
 from smollm2 import Weights
 
 from packages import run
-from samples import write_key
+from samples import PATIENCE, kept_port, write_key
 
 pytestmark = pytest.mark.heavy
 
@@ -34,12 +32,6 @@ CACHE_SCALES = 540
 """What vLLM adds to the attention layers of a quantised model."""
 CAPITAL = "The capital of France is"
 HOSTILE = "torch.py", "vllm.py", "sitecustomize.py", "modeling_evil.py"
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +87,7 @@ class Server:
         return json.loads(self.raw(method, path, body))
 
     def raw(self, method: str, path: str, body: dict[str, Any] | None = None) -> str:
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)) as connection:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)) as connection:
             connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
             text = answer.read().decode()
@@ -114,11 +106,11 @@ def server(shelf: Shelf) -> Iterator[Server]:
     evil.mkdir()
     for name in HOSTILE:
         (evil / name).write_text(f"open({str(evil / 'executed')!r}, 'a').write({name!r})\n")
-    port, folder = free_port(), shelf.folder / "run"
-    words = shelf.words(shelf.package(), port, "--run", folder)
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=evil, env=environment()
-    ) as process:
+    folder = shelf.folder / "run"
+    with kept_port() as port, subprocess.Popen(
+        shelf.words(shelf.package(), port, "--run", folder),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=evil, env=environment(),
+    ) as process:  # fmt: skip
         try:
             assert process.stdout is not None
             said = []
@@ -168,7 +160,7 @@ def test_it_ends_with_a_record_and_a_table_and_nothing_left_running(server: Serv
     server.process.send_signal(signal.SIGINT)
     assert server.process.stdout is not None
     rest = server.process.stdout.read()
-    assert server.process.wait(60) == 0, rest
+    assert server.process.wait(PATIENCE) == 0, rest
 
     table, record = "".join(server.said), json.loads((server.run / "observation.json").read_text())
     assert "within every bound" in table
@@ -192,10 +184,8 @@ def is_of(folder: Path, word: str) -> bool:
         return False
 
 
-def test_a_converted_package_holds_what_was_planned(shelf: Shelf):
-    words = shelf.words(
-        shelf.package("--convert", "mxfp8"), free_port(), "--check", "--json", "--run", shelf.folder / "mx"
-    )
+def test_a_converted_package_holds_what_was_planned(shelf: Shelf, port: int):
+    words = shelf.words(shelf.package("--convert", "mxfp8"), port, "--check", "--json", "--run", shelf.folder / "mx")
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment())
 
     assert done.returncode == 0, done.stderr
@@ -209,18 +199,16 @@ def test_a_converted_package_holds_what_was_planned(shelf: Shelf):
     assert "EMULATION of MXFP8" in (shelf.folder / "mx" / "engine.log").read_text()
 
 
-def test_refused_before_the_engine_starts(shelf: Shelf):
-    begin = time.monotonic()
+def test_refused_before_the_engine_starts(shelf: Shelf, port: int):
     small = subprocess.run(
-        shelf.words(shelf.package(), free_port(), "--supply", "100MiB"), capture_output=True, text=True, check=False
+        shelf.words(shelf.package(), port, "--supply", "100MiB"), capture_output=True, text=True, check=False
     )
-    assert (small.returncode, "REFUSED: rank 0 needs" in small.stdout) == (3, True)
+    assert (small.returncode, "REFUSED: rank 0 needs" in small.stdout, "starting" in small.stderr) == (3, True, False)
 
     tampered = Path(shutil.copytree(shelf.package(), shelf.folder / "tampered"))
     weights = next((tampered / "weights" / "tp1" / "rank-0").glob("*.safetensors"))
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)
-    done = subprocess.run(shelf.words(tampered, free_port()), capture_output=True, text=True, check=False)
+    done = subprocess.run(shelf.words(tampered, port), capture_output=True, text=True, check=False)
     assert (done.returncode, weights.name in done.stderr, "starting" in done.stderr) == (4, True, False)
-    assert time.monotonic() - begin < 60

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from contextlib import suppress
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -172,5 +173,7 @@ def _escaped(match: re.Match[str]) -> str:
 
 def note(text: str) -> None:
     """Print progress or a warning on stderr; where nobody can be told, the exit code alone says it."""
-    with suppress(OSError):
+    try:
         typer.echo(visible(text), err=True)
+    except OSError:  # what could not be said is not tried again at exit, which would have a code of its own
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
