@@ -586,6 +586,13 @@ def test_memory_is_bounded_by_ranks_and_readings():
     assert numbers(again.figures) == {"kv_budget": GIB + GIB // 2}
 
 
+def test_a_line_of_a_log_of_many_ranks_takes_as_long_as_one_of_few():
+    loaded = [f"(Worker_TP{n} pid=1) Model loading took 1.5 GiB and 1 seconds" for n in range(MOST_RANKS)]
+    began = time.process_time()
+    assert observed(*loaded, *["Model loading took 1.5 GiB and 1 seconds"] * 10_000).starts == 1
+    assert time.process_time() - began < 5
+
+
 def test_lines_without_a_marker_are_not_cut_out():
     block = b"one\n" * 5 + b"two GiB\n" + b"three\n"
     assert list(lines_with(block, [b"GiB", b"two"])) == ["two GiB"]
@@ -707,6 +714,7 @@ def test_draft_weights_count_with_the_target_where_the_log_does_not_split_them(t
 
 UNUSABLE = {
     "no file": (["missing.log"], "cannot be read"),
+    "a file that fails": (["/proc/self/mem"], "/proc/self/mem: cannot be read; found Input/output error"),
     "a directory": (["."], "not a regular file"),
     "no engine": (["pyproject.toml"], "no line of a known engine"),
     "plan of another size": ([LOGS / "vllm_0_27_tp1.log", "--plan", "TP2"], "the log is of another tp than the plan; expected 2; found 1"),

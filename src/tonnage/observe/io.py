@@ -137,7 +137,14 @@ def read_log(path: str) -> tuple[Observation, LogFile]:
         ObservationError: The file cannot be read, or holds no line of a known engine.
     """
     with _opened(path) as descriptor:
-        return _log_of(iter(lambda: os.read(descriptor, _BLOCK_BYTES), b""), path)
+        return _log_of(iter(lambda: _read(descriptor, path), b""), path)
+
+
+def _read(descriptor: int, path: str) -> bytes:
+    try:
+        return os.read(descriptor, _BLOCK_BYTES)
+    except OSError as error:
+        raise ObservationError(Problem(where=path, what="cannot be read", found=error.strerror)) from error
 
 
 def _log_of(blocks: Iterator[bytes], where: str) -> tuple[Observation, LogFile]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from tonnage.observe.exllamav3 import EXLLAMAV3
@@ -23,6 +24,8 @@ MOST_READINGS = 64
 """Of one figure of one rank; beyond it only the worst one is kept."""
 
 _OTHERS = Rank(process="others")
+_SET = frozenset(SETTINGS)
+_NONE: frozenset[str] = frozenset()
 
 Figures = dict[str, Reading]
 
@@ -67,25 +70,33 @@ class Observation:
 
 @dataclass(slots=True, kw_only=True)
 class _Start:
-    """The start being read."""
+    """The start being read; what ranks said is kept by rank, and its names by their place on DP as well."""
 
     engine: EngineLog
     seen: dict[Rank, dict[str, list[Reading]]] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    names_at: dict[int | None, set[str]] = field(default_factory=dict)
 
     def measured(self, rank: Rank, *names: str) -> bool:
         """Whether the rank, or one it encloses, said one of these figures; any at all if none is given."""
-        return any(
-            name in names if names else name not in SETTINGS
-            for other, seen in self.seen.items()
-            if rank.encloses(other)
-            for name in seen
-        )
+        said = self._said(rank)
+        return not said.isdisjoint(names) if names else not said <= _SET
+
+    def _said(self, rank: Rank) -> AbstractSet[str]:
+        """Return what a rank said and all that it encloses, as :meth:`Rank.encloses` has it."""
+        if not rank.is_engine:
+            return self.seen.get(rank, {}).keys()
+        place = rank.place("DP")
+        return self.names if place is None else self.names_at.get(place, _NONE) | self.names_at.get(None, _NONE)
 
     def keep(self, rank: Rank, reading: Reading) -> None:
         """Keep a reading, in bounded memory."""
         if rank not in self.seen and len(self.seen) >= MOST_RANKS:
             rank = _OTHERS
         several = self.seen.setdefault(rank, {}).setdefault(reading.name, [])
+        if not several:
+            self.names.add(reading.name)
+            self.names_at.setdefault(rank.place("DP"), set()).add(reading.name)
         if len(several) < MOST_READINGS:
             several.append(reading)
         else:
