@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tonnage.assignment import Assigned, Assignment
-    from tonnage.recipes.modules import Stored
+    from tonnage.recipes.modules import Module, Stored
     from tonnage.recipes.schema import FusedRule
     from tonnage.topology import Topology
 
@@ -278,13 +278,14 @@ def _kv_scalars(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
     scheme = assignment.blueprint.scheme
     layers: set[int] = set()
     for entry in assignment.entries:
-        if entry.module.rule.role == "attention" and entry.module.layered:
-            latent = "kv_b_proj" in entry.module.rule.pattern
-            k_proj = entry.module.rule.fused == "qkv_proj"
-            if (k_proj and (scheme.kv_scales or scheme.method in ("fp8", "modelopt", "compressed-tensors"))) or (
-                latent and (scheme.kv_scales or scheme.method.startswith("modelopt"))
-            ):
-                layers.update(entry.first)
+        if not _attends(entry.module):
+            continue
+        latent = "kv_b_proj" in entry.module.rule.pattern
+        k_proj = entry.module.rule.pattern.endswith((".k_proj", ".qkv_proj"))
+        if (k_proj and (scheme.kv_scales or scheme.method in ("fp8", "modelopt", "compressed-tensors"))) or (
+            latent and (scheme.kv_scales or scheme.method.startswith("modelopt"))
+        ):
+            layers.update(entry.first)
     if layers:
         ct = scheme.method == "compressed-tensors"
         method = "compressed_tensors.py CompressedTensorsKVCacheMethod" if ct else "kv_cache.py BaseKVCacheMethod"
@@ -295,6 +296,14 @@ def _kv_scalars(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
             why=f"q, k, v scales and {'zero points' if ct else 'probability scales'} of every attention layer",
             source=f"vLLM 0.32.0 quantization/{method}.create_weights",
         )
+
+
+def _attends(module: Module) -> bool:
+    """Whether it is of a layer of the language model, or of a draft that is loaded and not left out with its target."""
+    rules = module.section.engines.get("vllm")
+    if module.rule.role == "mtp":
+        return rules is None or rules.every is None
+    return module.rule.role == "attention" and module.layered
 
 
 def _input_scales(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
