@@ -342,6 +342,22 @@ def test_deepseek_v4_of_old_releases_packs_tuples_of_pages() -> None:
     assert vllm_cache(caches, VllmCacheOptions(tuple_packing=True)).bytes_per_block == 22 * (37_440 + 8_640 + 1_728)
 
 
+def test_deepseek_v4_of_an_unknown_release_takes_what_any_release_takes() -> None:
+    caches = blueprint("deepseek-ai__DeepSeek-V4-Flash").caches
+    unknown = VllmCacheOptions(tuple_packing=None)
+    plan = vllm_cache(caches, unknown)
+    assert plan.packed_by_release
+    assert plan.bytes_per_block == 22 * (37_440 + 8_640 + 1_728)
+    assert not vllm_cache((layers(DENSE, 4),), unknown).packed_by_release
+
+
+def test_tuples_of_a_stage_are_those_of_its_layers() -> None:
+    caches = blueprint("deepseek-ai__DeepSeek-V4-Flash").caches  # 43 layers: two of windows alone, then by turns
+    stages = (range(21), range(21, 43))
+    blocks = [vllm_cache(caches, VllmCacheOptions(tuple_packing=True), layers=mine).bytes_per_block for mine in stages]
+    assert blocks == [11 * (37_440 + 8_640 + 1_728)] * 2
+
+
 # --- capacity --------------------------------------------------------------------------------------------------------
 
 
@@ -402,12 +418,12 @@ def test_old_releases_count_the_blocks_of_one_group() -> None:
         ("0.26.1rc0 fork", "requests", False),
         ("0.33.0", "requests", False),
         ("1.0", "requests", False),
-        ("0.11.2.dev280+somebody", "requests", False),
-        ("", "requests", False),
-        ("main", "requests", False),
+        ("0.11.2.dev280+somebody", "requests", None),
+        ("", "requests", None),
+        ("main", "requests", None),
     ],
 )
-def test_release_says_what_it_counts_and_packs(version: str, count: str, tuples: bool) -> None:
+def test_release_says_what_it_counts_and_packs(version: str, count: str, tuples: bool | None) -> None:
     assert (token_count(version), packs_tuples(version)) == (count, tuples)
 
 

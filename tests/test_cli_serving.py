@@ -79,6 +79,25 @@ def test_notes_on_a_gpu_are_of_what_was_said_of_it(tonnage):
     assert not any("--supply" in note for found in notes for note in found)
 
 
+def test_plan_without_a_release_says_where_releases_differ(tonnage):
+    share = ("plan", DENSE, "--engine", "vllm", *SERVED, "--gpu", "h100", "--utilization", "0.9", "--json")
+    note = "without --engine-version graphs are inside of --utilization, as from vLLM 0.21 on"
+    assert note in json.loads(tonnage(*share).stdout)["notes"]
+    for more in (("--engine-version", "0.32.0"), ("--eager",)):
+        assert note not in json.loads(tonnage(*share, *more).stdout)["notes"]
+
+
+def test_cache_of_deepseek_v4_without_a_release_is_that_of_the_release_that_takes_most(tonnage):
+    config = "tests/data/configs/deepseek-ai__DeepSeek-V4-Flash.json"
+    words = ("plan", config, "--engine", "vllm", "--tp", "8", "--profile", "c4-p4096", "--context", "8192", "--json")
+    plans = {
+        release: json.loads(tonnage(*words, *(("--engine-version", release) if release else ())).stdout)["ranks"][0]
+        for release in ("", "0.25.1", "0.32.0")
+    }
+    cache = {release: rank["cache_bytes"] for release, rank in plans.items()}
+    assert cache[""] == cache["0.25.1"] > cache["0.32.0"]
+
+
 def test_share_is_vllms(tonnage):
     done = tonnage("plan", DENSE, "--engine", "sglang", *SERVED, "--gpu", "h100", "--utilization", "0.9")
     assert (done.returncode, done.stdout) == (2, "")

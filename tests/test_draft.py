@@ -202,6 +202,33 @@ def test_dflash_keeps_its_key_and_value_projections_twice() -> None:
     assert "draft.context_kv" not in terms(placed_draft(draft, opened("Qwen__Qwen3.5-27B"), tp=2, name="sglang"))
 
 
+def test_dflash_has_an_embedding_of_masked_slots_under_vllm() -> None:
+    draft = draft_of("dflash", 7, target=opened("Qwen__Qwen3.5-27B"), checkpoint=opened(QWEN_DRAFT))
+    placed = placed_draft(draft, opened("Qwen__Qwen3.5-27B"), tp=1)
+    assert placed.placement is not None
+    weights = terms(placed)["draft.weights"].nbytes
+    assert weights == placed.placement.module_bytes(0, 0) + 2 * 5120 == 3_848_819_200  # as vLLM 0.32.0's class has it
+
+
+def test_router_of_nemotrons_mtp_layers_is_held_in_f32() -> None:
+    target = opened("nvidia__NVIDIA-Nemotron-3-Super-120B-A12B-FP8")
+    placed = placed_draft(draft_of("mtp", 1, target=target), target, tp=8).placement
+    assert placed is not None
+    (gate,) = (p for p in placed.placed if p.entry.module.rule.pattern.endswith("mixer.gate"))
+    assert gate.shares[7].held_bytes == 512 * 4096 * 4
+
+
+def test_mtp_layer_of_a_modelopt_checkpoint_has_the_scalars_of_its_cache() -> None:
+    target = opened("nvidia__GLM-5.1-NVFP4")
+    placed = placed_draft(draft_of("mtp", 1, target=target), target, tp=8).placement
+    assert placed is not None
+    (scalars,) = placed.extras
+    assert (scalars.component, scalars.first, scalars.nbytes[0]) == ("engine.kv_scales", (78,), 8)
+    kept = place(target, Topology(tp=8), engine("vllm"))  # and the target has none for the layer that it leaves out
+    (scalars,) = (extra for extra in kept.extras if extra.component == "engine.kv_scales")
+    assert 78 not in scalars.first
+
+
 EAGLE3 = {
     1: (2 * (33_554_432 + 2 * 8_388_608 + 16_777_216 + 176_160_768 + 50_331_648 + 16_384) + 256_000, 262_144_000),
     2: (2 * (16_777_216 + 2 * 4_194_304 + 8_388_608 + 88_080_384 + 50_331_648 + 16_384) + 256_000, 131_072_000),

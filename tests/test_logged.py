@@ -162,6 +162,29 @@ def test_fused_parts_are_one_tensor_and_experts_of_a_layer_are_one():
     assert held == placed(LLAMA).module_bytes(0, 0)
 
 
+def test_rows_an_engine_builds_unused_are_in_the_tensor_they_widen():
+    fields = json.loads((CONFIGS / "google__gemma-4-E4B-it.json").read_text())
+
+    def rows(engine: str) -> dict[int, int]:
+        name = "model.language_model.layers.{layer}.self_attn.qkv_proj.weight"
+        return {
+            t.nbytes // 2560 // 2: t.count for t in held_tensors(placed(fields, engine=engine), 0, 0) if t.name == name
+        }
+
+    # 8 heads and 2 x 2 of keys and values, of 256 in windows and 512 in every sixth of 42 layers; the last 18 read others'
+    assert rows("vllm") == {12 * 256: 20, 12 * 512: 4, 8 * 256: 15, 8 * 512: 3}
+    assert rows("sglang") == {12 * 256: 35, 12 * 512: 7}
+
+
+def test_without_a_release_experts_have_the_bound_of_any():
+    blackwell = placed({**GPT_OSS_20B, "intermediate_size": 2944})
+    bounds = {
+        release: by_component(blackwell, gpu_arch="10.0", engine_version=release)["engine.moe_padding"].bound_nbytes
+        for release in ("0.18.1", "0.19.0", None)
+    }
+    assert bounds[None] == bounds["0.18.1"] > bounds["0.19.0"]
+
+
 def test_qwen2_7b_holds_57_mib_in_blocks_beyond_its_tensors():
     fields = json.loads((CONFIGS / "Qwen__Qwen2.5-7B-Instruct.json").read_text())
     line = by_component(placed(fields), engine_version="0.19.0")["engine.allocator"]

@@ -231,6 +231,70 @@ def test_no_width_that_leaves_channels_out() -> None:
         place(assignment_of(fields), Topology(tp=3), engine("vllm"))
 
 
+def test_keys_are_not_read_from_another_stage() -> None:
+    assignment = config_of("google__gemma-4-E4B-it")  # 42 layers, the last 18 read keys of layers 22 and 23
+    for pp in (1, 2):
+        place(assignment, Topology(pp=pp), engine("vllm"))
+    says = r"--pp 3: layer 2\d reads the keys of layer 2[23], which another stage keeps; expected --pp 1, 2; found 3"
+    with pytest.raises(PlacementError, match=says):
+        place(assignment, Topology(pp=3), engine("vllm"))
+    place(assignment, Topology(pp=3), engine("split"))
+
+
+# Scalars that vLLM creates for the modules it fuses, by its classes for Nemotron-3-Nano, Gemma 4, Qwen3-VL and GLM-5.1
+
+
+def quantized(name: str, **stated: Any) -> Placement:
+    path = CONFIGS / f"{name}.json"
+    fields = parse_object(path.read_bytes(), where=path.name, kind=ConfigError, constants=True)
+    return place(assignment_of({**fields, "quantization_config": stated}), Topology(), engine("vllm"))
+
+
+def scalar_bytes(placement: Placement, pattern: str, suffix: str) -> int:
+    """Return the bytes of a stored scalar in all layers and copies of one rank."""
+    return sum(
+        piece.held_bytes * placement.multiplicity(placed, 0) * placed.shares[0].copies
+        for placed in placement.placed
+        if placed.entry.module.rule.pattern.endswith(pattern)
+        for stored, piece in zip(placed.entry.stored, placed.shares[0].pieces, strict=True)
+        if stored.suffix == suffix
+    )
+
+
+def test_experts_without_a_gate_have_an_input_scale_of_their_own() -> None:
+    nano = quantized("nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", quant_method="fp8", activation_scheme="static")
+    assert scalar_bytes(nano, "experts.{expert}.up_proj", ".input_scale") == 23 * 128 * 4
+    gated = quantized("Qwen__Qwen3-30B-A3B", quant_method="fp8", activation_scheme="static")
+    assert scalar_bytes(gated, "experts.{expert}.gate_proj", ".input_scale") == 48 * 128 * 4
+    assert scalar_bytes(gated, "experts.{expert}.up_proj", ".input_scale") == 0  # held with that of the gate
+
+
+def test_modules_stored_as_one_have_a_scalar_for_every_part() -> None:
+    stacked = quantized("google__gemma-4-26B-A4B", quant_method="modelopt", quant_algo="FP8")
+    assert scalar_bytes(stacked, "experts.gate_up_proj", ".weight_scale") == 30 * 128 * 2 * 4
+    assert scalar_bytes(stacked, "experts.gate_up_proj", ".input_scale") == 30 * 128 * 4
+    nvfp4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    group = {"targets": ["Linear"], "weights": nvfp4, "input_activations": {**nvfp4, "dynamic": "local"}}
+    stated = {"format": "nvfp4-pack-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    tower = quantized("Qwen__Qwen3-VL-4B-Instruct", quant_method="compressed-tensors", **stated)
+    assert scalar_bytes(tower, "visual.blocks.{block}.attn.qkv", ".weight_global_scale") == 24 * 3 * 4
+
+
+def test_modelopt_has_scalars_for_latents_whatever_the_cache() -> None:
+    placement = quantized("zai-org__GLM-5.1", quant_method="modelopt", quant_algo="NVFP4", group_size=16)
+    (scalars,) = (extra for extra in placement.extras if extra.component == "engine.kv_scales")
+    assert (len(scalars.first), scalars.nbytes) == (78, (8,))  # q, k, v and probabilities in BF16
+
+
+def test_towers_that_vllm_builds_plain_are_planned_plain() -> None:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    stated = {"format": "float-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    scout = quantized("meta-llama__Llama-4-Scout-17B-16E-Instruct", quant_method="compressed-tensors", **stated)
+    formats = {p.entry.module.rule.pattern: p.entry.fmt.name for p in scout.placed if p.entry.module.rule.is_linear}
+    assert {fmt for name, fmt in formats.items() if name.startswith(("vision_model", "multi_modal"))} == {"plain"}
+    assert formats["language_model.model.layers.{layer}.self_attn.o_proj"] == "fp8_e4m3_channel"
+
+
 def test_unknown_engine_is_refused_with_those_known() -> None:
     with pytest.raises(PlacementError, match="expected vllm, sglang, exllamav3, split; found tensorrt"):
         engine("tensorrt")

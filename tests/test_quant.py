@@ -237,6 +237,43 @@ def check_lines(error: TonnageError, *, most: int = 1000) -> None:
 
 # --- refused -----------------------------------------------------------------------------------------------------------
 
+
+def test_patterns_of_gptq_leave_modules_plain_or_give_them_sizes_of_their_own() -> None:
+    dynamic = {r"-:.*\.shared_expert\.": {}, r"+:model\.layers\.3\.": {"bits": 8}, ".*o_proj": {"group_size": 32}}
+    scheme = parse_quantization(quant(quant_method="gptq", bits=4, group_size=128, dynamic=dynamic))
+    names = {
+        "model.layers.3.mlp.shared_expert.up_proj": "plain",  # the first that matches
+        "model.layers.3.self_attn.o_proj": "gptq_int8_g128",
+        "model.layers.4.self_attn.o_proj": "gptq_int4_g32",
+        "model.layers.4.self_attn.q_proj": "gptq_int4_g128",
+    }
+    assert {name: scheme.format_of(name, "linear").name for name in names} == names
+
+
+def test_gptq_leaves_plain_what_its_blocks_do_not_list() -> None:
+    blocks = [["self_attn.k_proj", "self_attn.v_proj"], ["mlp.up_proj"]]
+    stated = quant(quant_method="gptq", bits=4, group_size=128, modules_in_block_to_quantize=blocks)
+    scheme = parse_quantization(stated)
+    assert scheme.format_of("model.layers.0.self_attn.k_proj", "linear").name == "gptq_int4_g128"
+    assert scheme.format_of("model.layers.0.self_attn.q_proj", "linear").is_plain
+
+
+def test_entry_of_an_awq_list_is_any_part_of_a_name() -> None:
+    listed = ["model.layers.0.", "mlp.gate"]
+    scheme = parse_quantization(quant(quant_method="awq", bits=4, group_size=128, modules_to_not_convert=listed))
+    for name in ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj"):
+        assert scheme.format_of(name, "linear").is_plain
+    assert scheme.format_of("model.layers.10.mlp.up_proj", "linear").name == "awq_int4_g128"
+
+
+def test_towers_are_plain_where_no_list_says_so() -> None:
+    packed = [parse_quantization(quant(quant_method=name, bits=4, group_size=128)) for name in ("gptq", "awq")]
+    assert [scheme.format_of("visual.blocks.0.attn.qkv", "tower").is_plain for scheme in packed] == [True, True]
+    modelopt = parse_quantization(quant(quant_method="modelopt", quant_algo="FP8"))
+    assert modelopt.format_of("model.vision_tower.encoder.layers.0.self_attn.q_proj", "tower").is_plain
+    assert modelopt.format_of("model.visual.blocks.0.attn.qkv", "tower").name == TENSOR
+
+
 HOSTILE: dict[str, dict[str, Any]] = {
     "no object": {"quantization_config": [1]},
     "a number": {"quantization_config": 7},
@@ -289,6 +326,17 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "gptq of 3 bits": quant(quant_method="gptq", bits=3, group_size=128),
     "gptq bits as text": quant(quant_method="gptq", bits="4", group_size=128),
     "gptq group -1": quant(quant_method="gptq", bits=4, group_size=-1),
+    "gptq patterns are a list": quant(quant_method="gptq", bits=4, group_size=128, dynamic=["-:x"]),
+    "gptq pattern that runs away": quant(quant_method="gptq", bits=4, group_size=128, dynamic={"-:((a*)*)*$": {}}),
+    "gptq pattern says a number": quant(quant_method="gptq", bits=4, group_size=128, dynamic={"+:x": 8}),
+    "gptq pattern of 3 bits": quant(quant_method="gptq", bits=4, group_size=128, dynamic={"+:x": {"bits": 3}}),
+    "gptq with too many patterns": quant(
+        quant_method="gptq", bits=4, group_size=128, dynamic={f"-:{n}": {} for n in range(5000)}
+    ),
+    "gptq blocks are a text": quant(
+        quant_method="gptq", bits=4, group_size=128, modules_in_block_to_quantize="mlp.up_proj"
+    ),
+    "gptq blocks of numbers": quant(quant_method="gptq", bits=4, group_size=128, modules_in_block_to_quantize=[[1]]),
     "awq of 0 bits": quant(quant_method="awq", bits=0, group_size=128),
     "exl3 codebook is a number": quant(quant_method="exl3", codebook=3),
     "hf_quant without quantization": {"hf": {"producer": {"name": "modelopt"}}},

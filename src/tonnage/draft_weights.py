@@ -45,6 +45,7 @@ def draft_weights(placed: PlacedDraft, *, tp_rank: int) -> tuple[Term, ...]:
         sums[_part(entry)] += placement.multiplicity(entry, 0) * entry.shares[tp_rank].held_bytes
     for extra in placement.extras:
         sums["draft.weights"] += (len(extra.first) or 1) * extra.nbytes[tp_rank]
+    sums["draft.weights"] += _mask_embedding(placed, placement, tp_rank)
     terms = [
         exact_term("draft.weights", sums["draft.weights"], source),
         *_embedding(placed, placement, sums[EMBEDDING]),
@@ -105,6 +106,15 @@ def _context_copies(placed: PlacedDraft, placement: Placement, tp_rank: int) -> 
         yield exact_term(
             CONTEXT, nbytes, "key and value projections of all layers once more, as one weight", basis="modelled"
         )
+
+
+def _mask_embedding(placed: PlacedDraft, placement: Placement, tp_rank: int) -> int:
+    """Return the embedding of masked slots, which vLLM's class for DFlash with plain attention makes, stored or not."""
+    if placed.draft.method not in BLOCK_METHODS or placement.engine.name != "vllm":
+        return 0
+    by_pattern = {entry.entry.module.rule.pattern: entry.shares[tp_rank].held_bytes for entry in placement.placed}
+    plain = any(pattern.endswith(".k_proj") for pattern in by_pattern)
+    return by_pattern["hidden_norm.weight"] if plain else 0
 
 
 def _absorbed(placed: PlacedDraft, placement: Placement, tp_rank: int) -> Iterator[Term]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from tonnage.container import slot_bytes
 from tonnage.cuts import extent
-from tonnage.logged.step_buffers import TOWER_ROLES
 from tonnage.memory.workspace_shape import EncoderShape, ModelShape, RoutedShape
+from tonnage.recipes.modules import TOWER_ROLES
 from tonnage.topology import expert_counts
 
 if TYPE_CHECKING:

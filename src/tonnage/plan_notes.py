@@ -27,6 +27,7 @@ def notes_on(placement: Placement, request: PlanRequest) -> tuple[str, ...]:
     return (
         *_runtime_of_split(placement, request),
         *_supply_of_gpu(request),
+        *_share_of_release(placement, request),
         *_without_effect(placement.assignment, request),
         *beyond_context(placement.assignment, request),
         *_requests_assumed(placement, request),
@@ -45,6 +46,14 @@ def _supply_of_gpu(request: PlanRequest) -> Iterator[str]:
     """Yield that the size of a GPU is not that of the table."""
     if request.gpu is not None and request.supply is not None and request.supply.source.startswith("--supply"):
         yield "the size is that of --supply; --gpu says which kind of GPU it is"
+
+
+def _share_of_release(placement: Placement, request: PlanRequest) -> Iterator[str]:
+    """Yield which releases a share of the GPU is counted for, where nobody says the release."""
+    by_share = request.supply is not None and request.supply.whole_bytes
+    captures = request.serves and request.device == "gpu" and not request.eager
+    if placement.engine.name == "vllm" and by_share and captures and not request.version:
+        yield "without --engine-version graphs are inside of --utilization, as from vLLM 0.21 on"
 
 
 def _without_effect(assignment: Assignment, request: PlanRequest) -> Iterator[str]:

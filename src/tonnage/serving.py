@@ -97,6 +97,11 @@ class RankService:
         """How the layout of the cache is known, and where to check it where that is not the engine's source."""
         if isinstance(self.cache, VllmCache) and self.cache.joins_keys:
             return "calibrated", "index keys in the pages of latents: by the published capacity, docs/k31-ranks.md"
+        if isinstance(self.cache, VllmCache) and self.cache.packed_by_release:
+            return (
+                "modelled",
+                "packed as before vLLM 0.26, which takes more than later ones; --engine-version says which",
+            )
         return "exact", ""
 
     def capacity_tokens(self, budget_bytes: int, *, shared: bool = False) -> int | None:

@@ -21,8 +21,8 @@ from typing import Any, Literal
 from tonnage.checkpoint.name_patterns import BadPatternError, NamePattern, compile_name_pattern
 from tonnage.errors import ConfigError, Problem
 
-Kind = Literal["linear", "expert", "head"]
-"""What the config's rules tell apart: linear layers, routed experts, the output head."""
+Kind = Literal["linear", "expert", "head", "tower"]
+"""What the config's rules tell apart: linear layers, routed experts, the output head, towers of images and sound."""
 
 MOST_ENTRIES = 1 << 16
 MOST_PATTERNS = 1 << 12
@@ -43,6 +43,7 @@ class NameTest:
 EVERYTHING = NameTest(lambda _name, _kind: True)
 EXPERTS = NameTest(lambda _name, kind: kind == "expert")
 NOT_HEAD = NameTest(lambda _name, kind: kind != "head")
+TOWERS = NameTest(lambda _name, kind: kind == "tower")
 
 
 def names_in(stated: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -88,6 +89,17 @@ def named_inside(ignored: Iterable[str]) -> NameTest:
         return any(".".join(parts[begin:end]) in known for begin, end in spans)
 
     return NameTest(test if known else _nothing, 8)
+
+
+def spelled_in(parts: Collection[str]) -> NameTest:
+    """Return the test for names that have one of these texts anywhere in them."""
+    return NameTest(lambda name, _kind: any(part in name for part in parts), 1 + len(parts) // _ENTRIES_PER_STEP)
+
+
+def nowhere_in(parts: Collection[str]) -> NameTest:
+    """Return the test for names that have none of these texts in them."""
+    inside = spelled_in(parts)
+    return NameTest(lambda name, kind: not inside.matches(name, kind), inside.steps)
 
 
 def matched(entries: Iterable[str]) -> NameTest:

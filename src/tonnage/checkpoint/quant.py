@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from tonnage.checkpoint.name_tests import (
     EVERYTHING,
     EXPERTS,
+    MOST_PATTERNS,
     NOT_HEAD,
+    TOWERS,
     WHERE,
     Kind,
     NameTest,
@@ -27,15 +29,19 @@ from tonnage.checkpoint.name_tests import (
     matched,
     named_inside,
     names_in,
+    nowhere_in,
+    spelled_in,
 )
 from tonnage.errors import ConfigError, Problem
 from tonnage.formats import quantized as q
 from tonnage.formats.storage import StorageFormat, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 PLAIN = plain()
+UNTOUCHED_BY_MODELOPT = ("vision_tower", "vision_model", "vit_large_projector")
+"""In the names of modules that engines take for plain, whatever a config of modelopt says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +216,7 @@ def _ct_fp8(weights: Mapping[str, Any], *, static: bool) -> StorageFormat | None
 def _modelopt(stated: Mapping[str, Any]) -> QuantScheme:
     algo = _text(stated, "quant_algo").upper()
     skipped = excluded(names_in(stated, "exclude_modules") or names_in(stated, "ignore"))
+    towers = spelled_in(UNTOUCHED_BY_MODELOPT)
     kv_scales = bool(stated.get("kv_cache_quant_algo") or stated.get("kv_cache_scheme"))
     if algo == "MIXED_PRECISION":
         layers = stated.get("quantized_layers")
@@ -218,12 +225,11 @@ def _modelopt(stated: Mapping[str, Any]) -> QuantScheme:
         by_format: dict[StorageFormat, list[str]] = {}
         for name, facts in layers.items():
             by_format.setdefault(_modelopt_format(_facts(name, facts)), []).append(name)
-        rules = [(skipped, PLAIN)]
+        rules = [(skipped, PLAIN), (towers, PLAIN)]
         rules += [(listed(names), fmt) for fmt, names in by_format.items()]
         return QuantScheme(method="modelopt_mixed", rules=tuple(rules), kv_scales=kv_scales)
-    return QuantScheme(
-        method="modelopt", rules=((skipped, PLAIN), (EVERYTHING, _modelopt_format(stated))), kv_scales=kv_scales
-    )
+    rules = [(skipped, PLAIN), (towers, PLAIN), (EVERYTHING, _modelopt_format(stated))]
+    return QuantScheme(method="modelopt", rules=tuple(rules), kv_scales=kv_scales)
 
 
 def _modelopt_format(facts: Mapping[str, Any]) -> StorageFormat:
@@ -246,8 +252,37 @@ def _modelopt_format(facts: Mapping[str, Any]) -> StorageFormat:
 
 
 def _gptq(stated: Mapping[str, Any]) -> QuantScheme:
-    fmt = q.gptq(_positive(stated.get("bits")), _positive(stated.get("group_size")))
-    return replace(_auto(stated, "gptq", fmt), act_order=stated.get("desc_act") is True)
+    fmt = _gptq_format(stated, stated)
+    scheme = _auto(stated, "gptq", fmt)
+    rules = (*_dynamic(stated), *_outside_blocks(stated), *scheme.rules)
+    return replace(scheme, rules=rules, act_order=stated.get("desc_act") is True)
+
+
+def _gptq_format(facts: Mapping[str, Any], stated: Mapping[str, Any]) -> StorageFormat:
+    bits, group = (facts.get(key, stated.get(key)) for key in ("bits", "group_size"))
+    return q.gptq(_positive(bits), _positive(group))
+
+
+def _dynamic(stated: Mapping[str, Any]) -> Iterator[tuple[NameTest, StorageFormat]]:
+    """Yield what GPTQModel's patterns say of some modules: ``-:`` leaves them plain, others have sizes of their own."""
+    patterns = stated.get("dynamic") or {}
+    if not isinstance(patterns, dict) or len(patterns) > MOST_PATTERNS:
+        raise _refusal("dynamic is no object", f"an object of at most {MOST_PATTERNS} patterns", shown(patterns))
+    for pattern, facts in patterns.items():
+        test = matched((f"re:{pattern.removeprefix('-:').removeprefix('+:')}",))
+        yield test, PLAIN if pattern.startswith("-:") else _gptq_format(_facts(pattern, facts, of="dynamic"), stated)
+
+
+def _outside_blocks(stated: Mapping[str, Any]) -> Iterator[tuple[NameTest, StorageFormat]]:
+    """Yield that modules which a list of those to quantise leaves out are plain."""
+    key = "modules_in_block_to_quantize"
+    blocks = stated.get(key) or []
+    if not isinstance(blocks, list):
+        raise _refusal(f"{key} is no list", "a list of names", shown(blocks))
+    nested = [names if isinstance(names, list) else [names] for names in blocks]
+    inside = names_in({key: [name for names in nested for name in names]}, key)
+    if inside:
+        yield nowhere_in(inside), PLAIN
 
 
 def _awq(stated: Mapping[str, Any]) -> QuantScheme:
@@ -259,9 +294,13 @@ def _awq(stated: Mapping[str, Any]) -> QuantScheme:
 
 
 def _auto(stated: Mapping[str, Any], method: str, fmt: StorageFormat) -> QuantScheme:
-    ignored = named_inside(names_in(stated, "modules_to_not_convert"))
+    """Return the scheme of a method that packs the layers of the language model; towers are left as they are.
+
+    No config says so: engines look into the files.
+    """
+    ignored = spelled_in(names_in(stated, "modules_to_not_convert"))
     test = EVERYTHING if stated.get("lm_head") is True else NOT_HEAD
-    return QuantScheme(method=method, rules=((ignored, PLAIN), (test, fmt)))
+    return QuantScheme(method=method, rules=((ignored, PLAIN), (TOWERS, PLAIN), (test, fmt)))
 
 
 def _exl3(stated: Mapping[str, Any]) -> QuantScheme:
@@ -313,9 +352,9 @@ def _text(stated: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _facts(name: str, value: object) -> Mapping[str, Any]:
+def _facts(name: str, value: object, *, of: str = "quantized_layers") -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise _refusal(f"quantized_layers: {name}: not an object", "an object", type(value).__name__)
+        raise _refusal(f"{of}: {name}: not an object", "an object", type(value).__name__)
     return value
 
 

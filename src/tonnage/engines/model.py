@@ -35,6 +35,7 @@ class Extra:
         first: Layers that have it; empty for once per stage of ``stage``.
         why: The reason.
         source: Where the rule is stated.
+        part_of: Section, pattern and suffix of the fused tensor they are rows of; ``None`` where they stand alone.
     """
 
     component: str
@@ -42,6 +43,7 @@ class Extra:
     first: tuple[int, ...]
     why: str
     source: str
+    part_of: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,6 +115,7 @@ def _unstored(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
                 why=f"{module.rule.pattern.rpartition('.')[2]} of {module.out_size} rows, built unused on layers that "
                 "read what earlier ones keep",
                 source="SGLang 0.5.23 srt/models/gemma4_causal.py, QKVParallelLinear of every layer",
+                part_of=(*module.held_in, ".weight"),
             )
 
 

@@ -15,13 +15,13 @@ from tonnage.engines.model import EngineModel, Extra, Local
 from tonnage.errors import PlacementError, Problem
 from tonnage.formats.quantized import CHANNEL_FORMATS
 from tonnage.formats.storage import MODEL_DTYPE
-from tonnage.topology import expert_counts
+from tonnage.topology import expert_counts, stage_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tonnage.assignment import Assigned, Assignment
-    from tonnage.recipes.modules import Stored
+    from tonnage.recipes.modules import Module, Stored
     from tonnage.recipes.schema import FusedRule
     from tonnage.topology import Topology
 
@@ -29,6 +29,7 @@ VOCAB_MULTIPLE = 64
 FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 FINEST_SCALE_BLOCK = 32
 FUSED_FOLLOWERS = frozenset({"up_proj", "w3", "k_proj", "v_proj", "kv_a_proj_with_mqa"})
+LATENT_QUERY = "fused_qkv_a"
 NVFP4_BLOCK = 16
 KV_SCALARS_BYTES = 4 * 2
 KV_SCALARS_BYTES_CT = 3 * 4 + 3 * 2
@@ -52,10 +53,10 @@ def held_shape(entry: Assigned, stored: Stored, local: Local, topology: Topology
         return (local.out, local.in_ // NVFP4_BLOCK), "scales of a partial block are dropped"
     if fmt.startswith(("gptq", "awq")):
         return _word_packed(entry, stored, local)
-    return _scalars(entry, stored)
+    return _scalars(entry, stored, local)
 
 
-def _scalars(entry: Assigned, stored: Stored) -> tuple[tuple[int, ...], str] | None:
+def _scalars(entry: Assigned, stored: Stored, local: Local) -> tuple[tuple[int, ...], str] | None:
     """Scalars and shapes of parts that are loaded into one fused module: held once, or once for every part."""
     fmt, expert, parts = entry.fmt.name, entry.module.rule.is_routed, len(entry.module.out)
     if copies(entry, stored) and _follows(entry):
@@ -63,9 +64,13 @@ def _scalars(entry: Assigned, stored: Stored) -> tuple[tuple[int, ...], str] | N
     static = fmt == "fp8_e4m3_tensor" and stored.suffix == ".input_scale" and entry.module.method != "modelopt"
     if static and expert and _follows(entry):
         return (0,), "the input scale is held once for gate and up"
-    if stored.shape == () and stored.dtype == "F32" and parts > 1 and not expert:
-        return (parts,), "one scalar for every fused part"
-    return None
+    scalars = stored.shape[1:] if entry.module.stack else stored.shape
+    if stored.dtype != "F32" or parts < 2 or scalars not in ((), (1,)):
+        return None
+    if entry.module.stack:
+        once = stored.suffix == ".input_scale" and entry.fmt.name == "fp8_e4m3_tensor"
+        return None if once else ((local.experts, parts), "one scalar for every fused part")
+    return None if expert else ((parts,), "one scalar for every fused part")
 
 
 def copies(entry: Assigned, stored: Stored) -> bool:
@@ -79,8 +84,16 @@ def copies(entry: Assigned, stored: Stored) -> bool:
 
 
 def _follows(entry: Assigned) -> bool:
-    """Whether the module is loaded behind another one into the same fused module."""
-    return entry.module.rule.pattern.rpartition(".")[2] in FUSED_FOLLOWERS
+    """Whether the module is loaded behind another one into the same fused module.
+
+    Experts without a gate have nothing before them, and a latent key nothing where queries have no latent.
+    """
+    rule = entry.module.rule
+    return (
+        bool(rule.fused)
+        and rule.pattern.rpartition(".")[2] in FUSED_FOLLOWERS
+        and (not rule.fused.startswith(LATENT_QUERY) or bool(entry.module.names.get("query_latent", True)))
+    )
 
 
 def _word_packed(entry: Assigned, stored: Stored, local: Local) -> tuple[tuple[int, ...], str] | None:
@@ -184,7 +197,7 @@ def extras(assignment: Assignment, topology: Topology) -> tuple[Extra, ...]:
 
 
 def check(assignment: Assignment, topology: Topology) -> tuple[Problem, ...]:
-    """Refuse whole experts per rank in a family without experts, and GPTQ in an order of activations."""
+    """Refuse experts in a family without, GPTQ in an order of activations, keys read from another pipeline stage."""
     problems = []
     sections = assignment.blueprint.recipe.sections
     where = f"--engine vllm --ep {topology.ep}"
@@ -193,7 +206,37 @@ def check(assignment: Assignment, topology: Topology) -> tuple[Problem, ...]:
     if assignment.blueprint.scheme.act_order and topology.tp > 1:
         what = "GPTQ in an order of activations (desc_act) is not cut"
         problems.append(Problem(where=f"--engine vllm --tp {topology.tp}", what=what, expected="--tp 1"))
+    problems.extend(_keys_of_other_stages(assignment, topology.pp))
     return tuple(problems)
+
+
+def _keys_of_other_stages(assignment: Assignment, pp: int) -> Iterator[Problem]:
+    """Yield that a layer reads keys of a layer on an earlier pipeline stage, where they are not.
+
+    A layer without keys of its own reads those of the last layer of its kind that has some.
+
+    Source:
+        vLLM 0.32.0 ``model_executor/models/gemma4.py`` (kv_sharing_target_layer_name),
+        ``model_executor/layers/attention`` (validate_kv_sharing_target).
+    """
+    caches = assignment.blueprint.caches
+    keepers = {cache.kept: max(cache.layers) for cache in caches if not cache.borrowed}
+    reads = [(at, keepers[c.kept]) for c in caches if c.borrowed and c.kept in keepers for at in c.layers]
+    layers = max((layer for cache in caches for layer in cache.layers), default=-1) + 1
+
+    def apart(stages: int) -> tuple[int, int] | None:
+        """Return the first reader and its keeper on different stages."""
+        cut = stage_layers(layers, stages)
+        return next((pair for pair in reads if not any(pair[0] in mine and pair[1] in mine for mine in cut)), None)
+
+    if pp > 1 and (found := apart(pp)):
+        works = ", ".join(str(size) for size in range(1, pp) if not apart(size))
+        yield Problem(
+            where=f"--engine vllm --pp {pp}",
+            what=f"layer {found[0]} reads the keys of layer {found[1]}, which another stage keeps",
+            expected=f"--pp {works}",
+            found=str(pp),
+        )
 
 
 def _fused_rows(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
@@ -222,24 +265,27 @@ def _rounding(
             first=first,
             why=rule.why,
             source=f"{entries[0].module.section.name}.toml [vllm.fused]",
+            part_of=(*entries[0].module.held_in, stored.suffix),
         )
 
 
 def _kv_scalars(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
     """Attention layers of a checkpoint with scaled KV caches own q, k, v and probability scales in the model dtype.
 
-    compressed-tensors: q, k and v scales in F32, and as many zero points in the model dtype.
+    compressed-tensors: q, k and v scales in F32, and as many zero points in the model dtype. modelopt creates them for
+    latents too, whatever the checkpoint says of its cache.
     """
     scheme = assignment.blueprint.scheme
     layers: set[int] = set()
     for entry in assignment.entries:
-        if entry.module.rule.role == "attention" and entry.module.layered:
-            latent = "kv_b_proj" in entry.module.rule.pattern
-            k_proj = entry.module.rule.fused == "qkv_proj"
-            if (k_proj and (scheme.kv_scales or scheme.method in ("fp8", "modelopt", "compressed-tensors"))) or (
-                latent and scheme.kv_scales
-            ):
-                layers.update(entry.first)
+        if not _attends(entry.module):
+            continue
+        latent = "kv_b_proj" in entry.module.rule.pattern
+        k_proj = entry.module.rule.pattern.endswith((".k_proj", ".qkv_proj"))
+        if (k_proj and (scheme.kv_scales or scheme.method in ("fp8", "modelopt", "compressed-tensors"))) or (
+            latent and (scheme.kv_scales or scheme.method.startswith("modelopt"))
+        ):
+            layers.update(entry.first)
     if layers:
         ct = scheme.method == "compressed-tensors"
         method = "compressed_tensors.py CompressedTensorsKVCacheMethod" if ct else "kv_cache.py BaseKVCacheMethod"
@@ -250,6 +296,14 @@ def _kv_scalars(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
             why=f"q, k, v scales and {'zero points' if ct else 'probability scales'} of every attention layer",
             source=f"vLLM 0.32.0 quantization/{method}.create_weights",
         )
+
+
+def _attends(module: Module) -> bool:
+    """Whether it is of a layer of the language model, or of a draft that is loaded and not left out with its target."""
+    rules = module.section.engines.get("vllm")
+    if module.rule.role == "mtp":
+        return rules is None or rules.every is None
+    return module.rule.role == "attention" and module.layered
 
 
 def _input_scales(assignment: Assignment, topology: Topology) -> Iterator[Extra]:

@@ -52,34 +52,66 @@ class HeldTensors:
     rewritten: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What one module, or an engine beyond it, puts into tensors that are alike: one for every index."""
+
+    indices: tuple[int, ...]
+    nbytes: int
+    copies: int
+    rewritten: bool
+
+
 def held_tensors(placement: Placement, pp_rank: int, tp_rank: int) -> tuple[HeldTensors, ...]:
-    """Return what a rank's weights are allocated as: fused parts together, the experts of a layer together."""
-    sizes: dict[tuple[str, ...], int] = defaultdict(int)
-    counts: dict[tuple[str, ...], int] = {}
-    rewritten: dict[tuple[str, ...], bool] = {}
+    """Return what a rank's weights are allocated as: fused parts together, the experts of a layer together.
+
+    Rows an engine builds beyond the checkpoint are in their fused tensor; what stands alone beside it is not here.
+    """
+    parts: dict[tuple[str, str, str], list[_Part]] = defaultdict(list)
     for placed in placement.placed:
-        times, share = placement.multiplicity(placed, pp_rank), placed.shares[tp_rank]
-        if not times or not share.copies:
+        indices, share = _indices(placement, placed, pp_rank), placed.shares[tp_rank]
+        if not indices or not share.copies:
             continue
+        routed = placed.entry.module.rule.is_routed
         for stored, piece in zip(placed.entry.stored, share.pieces, strict=False):
-            key = _tensor_key(placed, stored.suffix)
-            routed = placed.entry.module.rule.is_routed
-            sizes[key] += piece.held_bytes * (share.copies if routed else 1)
-            counts[key] = max(counts.get(key, 0), times * (1 if routed else share.copies))
-            rewritten[key] = routed or placed.entry.fmt.name.startswith(REPACKED)
+            parts[*placed.entry.module.held_in, stored.suffix].append(
+                _Part(
+                    indices=indices,
+                    nbytes=piece.held_bytes * (share.copies if routed else 1),
+                    copies=1 if routed else share.copies,
+                    rewritten=routed or placed.entry.fmt.name.startswith(REPACKED),
+                )
+            )
+    for extra in placement.extras:
+        here = tuple(layer for layer in extra.first if layer in placement.stages[pp_rank])
+        if extra.part_of is not None and here:
+            parts[extra.part_of].append(_Part(indices=here, nbytes=extra.nbytes[tp_rank], copies=1, rewritten=False))
     return tuple(
-        HeldTensors(name=f"{key[1]}{key[2]}", nbytes=nbytes, count=counts[key], rewritten=rewritten[key])
-        for key, nbytes in sizes.items()
+        HeldTensors(name=f"{key[1]}{key[2]}", nbytes=nbytes, count=count, rewritten=rewritten)
+        for key, fused in parts.items()
+        for (nbytes, rewritten), count in _fused(fused).items()
         if nbytes
     )
 
 
-def _tensor_key(placed: Placed, suffix: str) -> tuple[str, ...]:
-    rule, module = placed.entry.module.rule, placed.entry.module
-    name = f"{rule.pattern.rpartition('.')[0]}.{rule.fused}" if rule.fused else rule.pattern
-    if rule.is_routed:
-        name = name.replace(".{expert}", "")
-    return module.section.name, name, suffix, repr(placed.entry.first)
+def _indices(placement: Placement, placed: Placed, pp_rank: int) -> tuple[int, ...]:
+    """Return the layers or blocks whose module a stage holds; a module without an index has one."""
+    if not placement.multiplicity(placed, pp_rank):
+        return ()
+    first = placed.entry.first
+    return tuple(i for i in first if i in placement.stages[pp_rank]) if placed.stage == "layer" else first or (0,)
+
+
+def _fused(parts: list[_Part]) -> dict[tuple[int, bool], int]:
+    """Return how many tensors there are of every size; a layer's is as large as the parts that it has."""
+    counts: dict[tuple[int, bool], int] = defaultdict(int)
+    same = len({part.indices for part in parts}) == 1
+    for index in parts[0].indices[:1] if same else sorted({i for part in parts for i in part.indices}):
+        here = [part for part in parts if index in part.indices]
+        times = len(parts[0].indices) if same else 1
+        size = sum(part.nbytes for part in here), any(part.rewritten for part in here)
+        counts[size] += times * max(part.copies for part in here)
+    return counts
 
 
 def allocator_line(tensors: tuple[HeldTensors, ...], *, engine: str, version: tuple[int, ...] | None) -> Iterator[Term]:

@@ -243,7 +243,7 @@ def expert_padding(
     for stack in stacks:
         tiles = TILES[stack.kind]
         choices = _choices(stack, engine, gpu_class, backend)
-        if version is None or version >= WIDE_TRTLLM_BEFORE:
+        if version is not None and version >= WIDE_TRTLLM_BEFORE:
             choices = tuple(name for name in choices if name != WIDE_TRTLLM) or choices
         added = [stack.layers * stack.padded(_tile(tiles[name], name, version)) for name in choices]
         usual, most = usual + added[0], most + max(added)

@@ -18,8 +18,8 @@ from tonnage.logged.allocator import HeldTensors, allocator_line, held_tensors
 from tonnage.logged.experts import backend_of, expert_padding, expert_stacks
 from tonnage.logged.linears import absorbed_copies, emulated_weights, linear_padding, quantised_linears
 from tonnage.logged.rotary import rotary_line
-from tonnage.logged.step_buffers import TOWER_ROLES
 from tonnage.memory.term import Term
+from tonnage.recipes.modules import TOWER_ROLES
 from tonnage.units import MIB
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tonnage.logged.rotary import inner_object, number, text_fields
 from tonnage.memory.term import Term
+from tonnage.recipes.modules import TOWER_ROLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from tonnage.placement import Placement
 
 COMPONENT = "engine.step_buffers"
-TOWER_ROLES = frozenset({"vision", "projector", "audio"})
 ACTIVATION_BYTES = 2
 INDEX_BYTES = 4
 TOKENS_ALIGNED = 4

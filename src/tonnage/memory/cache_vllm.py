@@ -61,10 +61,16 @@ class VllmCache:
 
     @cached_property
     def bytes_per_block(self) -> int:
-        """Bytes one block takes on this rank: those of the largest group."""
-        if self.options.tuple_packing and any(isinstance(cache.kept, Compressed) for cache in self.caches):
+        """Bytes one block takes on this rank: those of the largest group, or of tuples."""
+        if self.options.tuple_packing and self._has_records:
             return self._tuples_bytes
-        return max((group.nbytes(self.layers, draft=self.holds_draft) for group in self.groups), default=0)
+        return max(self._largest_group_bytes, self._tuples_bytes if self.packed_by_release else 0)
+
+    @cached_property
+    def packed_by_release(self) -> bool:
+        """Whether what a block takes depends on a release nobody stated; it then is what older ones take."""
+        unsaid = self.options.tuple_packing is None and self._has_records
+        return unsaid and self._tuples_bytes > self._largest_group_bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -195,9 +201,18 @@ class VllmCache:
     @property
     def _tuples_bytes(self) -> int:
         """Bytes of a block of tuples: one page of every size of the group that keeps all tokens."""
-        sizes = {entry.page.nbytes for group in self.groups if group.grows for entry in group.pages}
-        counts = [Counter(entry.page.nbytes for entry in group.pages) for group in self.groups]
-        return sum(sizes) * max(max(count.values()) for count in counts)
+        here = [(group.grows, group.on_stage(self.layers, draft=self.holds_draft)) for group in self.groups]
+        sizes = {entry.page.nbytes for grows, pages in here if grows for entry in pages}
+        counts = [Counter(entry.page.nbytes for entry in pages) for _, pages in here]
+        return sum(sizes) * max((max(count.values()) for count in counts if count), default=0)
+
+    @property
+    def _largest_group_bytes(self) -> int:
+        return max((group.nbytes(self.layers, draft=self.holds_draft) for group in self.groups), default=0)
+
+    @property
+    def _has_records(self) -> bool:
+        return any(isinstance(cache.kept, Compressed) for cache in self.caches)
 
     @property
     def _here(self) -> tuple[LayerCache, ...]:
@@ -254,9 +269,9 @@ def token_count(version: str) -> TokenCount:
     return "blocks" if _before(version, _COUNTS_REQUESTS_FROM) else "requests"
 
 
-def packs_tuples(version: str) -> bool:
-    """Whether a vLLM release packs DeepSeek-V4's pages in tuples; a version that cannot be read counts as new."""
-    return _before(version, _PACKS_GROUPS_FROM)
+def packs_tuples(version: str) -> bool | None:
+    """Whether a vLLM release packs DeepSeek-V4's pages in tuples; ``None`` for a version that cannot be read."""
+    return _before(version, _PACKS_GROUPS_FROM) if _RELEASE.fullmatch(version) else None
 
 
 def _before(version: str, release: tuple[int, int]) -> bool:

@@ -59,10 +59,12 @@ class CacheGroup:
 
     def nbytes(self, layers: range | None, *, draft: bool = True) -> int:
         """Return the bytes of one block for the layers of a stage, with the draft's or without."""
-        return sum(
-            entry.page.nbytes
-            for entry in self.pages
-            if (draft if entry.draft else layers is None or entry.layer in layers)
+        return sum(entry.page.nbytes for entry in self.on_stage(layers, draft=draft))
+
+    def on_stage(self, layers: range | None, *, draft: bool = True) -> tuple[LayerPage, ...]:
+        """Return the pages of the layers of a stage, with the draft's or without."""
+        return tuple(
+            entry for entry in self.pages if (draft if entry.draft else layers is None or entry.layer in layers)
         )
 
 

@@ -40,7 +40,7 @@ class VllmCacheOptions:
         hybrid_manager: Off (``--disable-hybrid-kv-cache-manager``), windows and chunks are kept like all tokens.
         packed: Pages of different sizes stand side by side in one block; ``None`` where the model decides.
         tuple_packing: Packed as releases before 0.26 did: every block as many tuples of one page of each size,
-            whichever of them a group has.
+            whichever of them a group has. ``None`` where nobody says the release: what takes more.
         counts: What the release counts as tokens of the cache: whole requests, or, before 0.21, blocks of one group.
         group_slack_permille: Largest bucket of layers, relative to the smallest, at which both make one group each.
     """
@@ -63,7 +63,7 @@ class VllmCacheOptions:
     draft_replicated: bool = False
     hybrid_manager: bool = True
     packed: bool | None = None
-    tuple_packing: bool = False
+    tuple_packing: bool | None = False
     counts: TokenCount = "requests"
     group_slack_permille: int = 1500
 

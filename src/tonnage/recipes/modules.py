@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from tonnage.recipes.schema import Rule, Section
 
+TOWER_ROLES = frozenset({"vision", "projector", "audio"})
+"""Roles of modules that take in images or sound."""
 INDEX = re.compile(r"\{([a-z_]+)\}")
 _SPELLED = re.compile(r"\.[0-9]+(?:\.|$)", re.ASCII)
 
@@ -97,6 +99,13 @@ class Module:
     def in_size(self) -> int:
         """Logical inputs of a linear weight."""
         return sum(run.size for run in self.in_)
+
+    @property
+    def held_in(self) -> tuple[str, str]:
+        """Section and pattern of what it is loaded into: a fused module, all experts of a layer, or itself."""
+        rule = self.rule
+        name = f"{rule.pattern.rpartition('.')[0]}.{rule.fused}" if rule.fused else rule.pattern
+        return self.section.name, name.replace(".{expert}", "") if rule.is_routed else name
 
     @property
     def kind(self) -> Kind:
@@ -181,6 +190,8 @@ def kind_of(rule: Rule) -> Kind:
     """Return what quantisation rules see in the modules of a rule."""
     if rule.is_routed:
         return "expert"
+    if rule.role in TOWER_ROLES:
+        return "tower"
     return "head" if rule.role == "head" else "linear"
 
 
