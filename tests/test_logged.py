@@ -283,9 +283,19 @@ def test_an_unknown_kernel_is_refused_by_name():
 # --- buffers of a step -----------------------------------------------------------------------------------------------
 
 
-def step_bytes(name: str, tokens: int, *, pp_rank: int = 0, **options: Any) -> int:
+def step_bytes(name: str, tokens: int, *, pp_rank: int = 0, context: int = 0, **options: Any) -> int:
     placement = placed(json.loads((CONFIGS / f"{name}.json").read_text()), **options)
-    return sum(term.bound_nbytes for term in step_buffers(placement, pp_rank=pp_rank, step_tokens=tokens))
+    terms = step_buffers(placement, pp_rank=pp_rank, step_tokens=tokens, context_tokens=context)
+    return sum(term.bound_nbytes for term in terms)
+
+
+def test_records_of_a_context_are_listed_twice_for_every_token_of_a_step():
+    selected = 8192 * 512 * 4
+    flash = "deepseek-ai__DeepSeek-V4-Flash"
+    assert step_bytes(flash, 8192) == selected
+    assert step_bytes(flash, 8192, context=1_048_576) == selected + 2 * 8192 * 8192 * 4
+    assert step_bytes(flash, 8192, context=16_385) == selected + 2 * 8192 * 256 * 4  # 129 records
+    assert step_bytes("deepseek-ai__DeepSeek-V3.2", 8192, context=163_840) == 8192 * 2048 * 4
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,14 @@ def serve(
         )
         cache_bytes = cache.needed_bytes(requests, limits.context_tokens) if cache else 0
         paged = _paged(limits, cache)
-        steps = tuple(step_buffers(placement, pp_rank=pp_rank, step_tokens=limits.batched_tokens))
+        steps = tuple(
+            step_buffers(
+                placement,
+                pp_rank=pp_rank,
+                step_tokens=limits.batched_tokens,
+                context_tokens=limits.context_tokens if service.device == "gpu" else 0,
+            )
+        )
         alike: dict[tuple[RankShape, Hashable], RankService] = {}
         for tp_rank in range(topology.tp):
             shape = shapes[pp_rank * topology.tp + tp_rank]

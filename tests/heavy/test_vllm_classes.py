@@ -39,6 +39,7 @@ REFUSALS = {
     "4096 channels in three": ("moonshotai__Kimi-K3", Rank(tp=3)),
     "vision": ("meta-llama__Llama-4-Maverick-17B-128E-Instruct", Rank(tp=5)),
     "groups of output projections": ("deepseek-ai__DeepSeek-V4-Flash", Rank(tp=16)),
+    "keys of another stage": ("google__gemma-4-E4B-it", Rank(pp=3, rank=2)),
     "scale blocks of experts": ("Qwen__Qwen3-30B-A3B-FP8", Rank(tp=16)),
 }
 

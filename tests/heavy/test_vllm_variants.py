@@ -22,7 +22,29 @@ TOPOLOGIES = {
     "tp=4": Rank(tp=4, rank=2),
     "tp=8": Rank(tp=8, rank=7),
 }
+FUSED = {
+    "experts without a gate": ("nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "fp8 tensor, static", Rank(tp=2, rank=1)),
+    "experts without a gate, packed": ("nvidia__NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", "compressed int4", Rank(tp=2)),
+    "projections stored as one": ("nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "compressed nvfp4", Rank(tp=2, pp=2)),
+    "projections of a tower stored as one": ("Qwen__Qwen3-VL-4B-Instruct", "compressed nvfp4", Rank(tp=4, rank=3)),
+    "experts stored as one": ("google__gemma-4-26B-A4B", "modelopt fp8", Rank(tp=2, rank=1)),
+    "experts stored as one, spread": ("google__gemma-4-26B-A4B", "modelopt nvfp4", Rank(tp=2, ep=True, rank=1)),
+    "latents without a scaled cache": ("zai-org__GLM-5.1", "modelopt nvfp4", Rank(tp=8, ep=True, pp=2, rank=13)),
+    "tower that is never quantised": (
+        "meta-llama__Llama-4-Scout-17B-16E-Instruct",
+        "compressed int8 channel",
+        Rank(tp=4),
+    ),
+    "tower that modelopt leaves": (
+        "mistralai__Mistral-Small-3.1-24B-Instruct-2503",
+        "modelopt mxfp8",
+        Rank(pp=3, rank=1),
+    ),
+    "latent key without a latent query": ("moonshotai__Kimi-VL-A3B-Instruct", "compressed int4", Rank(tp=2, rank=1)),
+}
+"""Modules that engines put together, or take for plain, in ways of their own."""
 ROUTERS = [f"model.layers.{layer}.mlp.gate" for layer in range(48)]
+MODELOPT_PLAIN = ["lm_head", "model.layers.*.mlp.gate", "*.mlp.shared_expert_gate"]
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 MX = {**FP8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
@@ -64,6 +86,8 @@ METHODS = {
         "quant_algo": "MXFP8",
         "ignore": ["lm_head", "model.layers.*.mlp.gate"],
     },
+    "modelopt fp8": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": MODELOPT_PLAIN},
+    "modelopt nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": MODELOPT_PLAIN},
     "compressed mxfp8": compressed("mxfp8-quantized", MX, {**MX, "dynamic": True}),
     "compressed fp8 tensor": compressed(
         "float-quantized", {**FP8, "strategy": "tensor"}, {**FP8, "strategy": "tensor"}
@@ -119,3 +143,9 @@ def test_plan_of_a_further_method_equals_vllm(method: str, name: str, where: Ran
         quantization = {**quantization, "modules_to_not_convert": ["mlp.gate"]}
 
     assert_same({**config, "quantization_config": quantization}, where)
+
+
+@pytest.mark.parametrize(("name", "method", "where"), FUSED.values(), ids=FUSED)
+def test_plan_of_what_is_fused_or_left_plain_equals_vllm(name: str, method: str, where: Rank):
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    assert_same({**config, "quantization_config": METHODS[method]}, where)

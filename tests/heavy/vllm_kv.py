@@ -89,15 +89,47 @@ def answer(config: Mapping[str, Any], question: Question) -> dict[str, Any]:
     return {**asdict(question), "context_tokens": context, **pool}
 
 
-def _specs(config: Mapping[str, Any], question: Question, context: int) -> tuple[VllmConfig, dict[str, KVCacheSpec]]:
+def stage_bytes(config: Mapping[str, Any], question: Question, pp: int) -> tuple[int, list[tuple[int, int]]]:
+    """Return the tokens in flight, and of every pipeline stage the bytes of a block and those of one request.
+
+    A draft's layers, which a question may have, are on the last stage.
+
+    Raises:
+        Refused: vLLM does not build the model, or has no pool for it.
+    """
+    try:
+        found = [_specs(config, question, question.context_tokens, pp=pp, stage=stage) for stage in range(pp)]
+        engine = found[-1][0]
+        engine.cache_config.kv_cache_layout = LAYOUTS[question.packed]
+        groups = kv_cache_utils.get_kv_cache_groups(
+            engine, {name: spec for _, own in found for name, spec in own.items()}
+        )
+    except (ArithmeticError, AssertionError, NotImplementedError, ValueError) as error:
+        raise Refused(f"{type(error).__name__}: {error}") from error
+    here = [kv_cache_utils._project_kv_cache_groups_to_worker(groups, own) for _, own in found]
+    return engine.max_in_flight_tokens, [
+        (
+            kv_cache_utils._pool_bytes_per_block(engine, mine),
+            kv_cache_utils._max_memory_usage_bytes_from_groups(engine, mine),
+        )
+        for mine in here
+    ]
+
+
+def _specs(
+    config: Mapping[str, Any], question: Question, context: int, *, pp: int = 1, stage: int = 0
+) -> tuple[VllmConfig, dict[str, KVCacheSpec]]:
     with tempfile.TemporaryDirectory() as folder:
         vllm_classes.write_config(Path(folder), config)
         engine = _engine(folder, question, context)
+        engine.parallel_config.pipeline_parallel_size = pp
         with _gpu_backend(engine, question) as backend:
             if engine.model_config.is_hybrid:
                 _align(engine, backend)
-            vllm_classes.build_rank(engine, Rank(tp=question.tp))
+            vllm_classes.build_rank(engine, Rank(tp=question.tp, pp=pp, rank=stage * question.tp))
             specs = _layer_specs(engine)
+    if stage < pp - 1:
+        return engine, specs
     attention = [spec for spec in specs.values() if isinstance(spec, AttentionSpec)]
     specs |= {f"draft.{i}": attention[-1] for i in range(question.draft_layers)}
     return engine, specs

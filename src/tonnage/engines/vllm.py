@@ -61,7 +61,7 @@ def _scalars(entry: Assigned, stored: Stored, local: Local) -> tuple[tuple[int, 
     fmt, expert, parts = entry.fmt.name, entry.module.rule.is_routed, len(entry.module.out)
     if copies(entry, stored) and _follows(entry):
         return (0,), "the shape is held once for the fused module"
-    static = fmt == "fp8_e4m3_tensor" and stored.suffix == ".input_scale" and entry.module.method != "modelopt"
+    static = fmt == "fp8_e4m3_tensor" and stored.suffix == ".input_scale"
     if static and expert and _follows(entry):
         return (0,), "the input scale is held once for gate and up"
     scalars = stored.shape[1:] if entry.module.stack else stored.shape

@@ -1,10 +1,13 @@
 """Buffers for the tokens of a step that vLLM's classes make with the model: its log counts them as weights.
 
 They are no parameters, no checkpoint has them, and they grow with the tokens of a step (``--max-num-batched-tokens``).
+Those of DeepSeek-V4's compressed records are made after loading, so that the log does not count them: they are here for
+who says how long a context may be.
 
 Source:
     vLLM 0.32.0 ``models/qwen3_vl.py`` (deepstack_input_embeds), ``models/gemma4_mm.py`` (per_layer_embeddings),
-    ``models/deepseek_v2.py``, ``models/deepseek_v4`` and ``models/minimax_m3`` (topk_indices_buffer).
+    ``models/deepseek_v2.py``, ``models/deepseek_v4`` and ``models/minimax_m3`` (topk_indices_buffer);
+    ``models/deepseek_v4/sparse_mla.py`` (c128a_global_decode_buffer, c128a_prefill_buffer).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING
 from tonnage.logged.rotary import inner_object, number, text_fields
 from tonnage.memory.term import Term
 from tonnage.recipes.modules import TOWER_ROLES
+from tonnage.units import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,19 +29,26 @@ ACTIVATION_BYTES = 2
 INDEX_BYTES = 4
 TOKENS_ALIGNED = 4
 """Tokens are rounded up to so many where indices are kept by head."""
+RECORD_TOKENS, RECORDS_ALIGNED = 128, 128
+"""Tokens of a record of which every one is listed for every token of a step, and what they are rounded up to."""
 
 
-def step_buffers(placement: Placement, *, pp_rank: int, step_tokens: int) -> Iterator[Term]:
+def step_buffers(placement: Placement, *, pp_rank: int, step_tokens: int, context_tokens: int = 0) -> Iterator[Term]:
     """Yield the line of one rank; none where the model's class makes no such buffer, or the engine is not vLLM.
 
     Args:
         placement: Of the model, or of a draft.
         pp_rank: Pipeline stage.
         step_tokens: Most tokens of a step.
+        context_tokens: Longest context; 0 for what is made with the model alone.
     """
     if placement.engine.name != "vllm":
         return
-    parts = [*_towers(placement, pp_rank, step_tokens), *_indices(placement, step_tokens)]
+    parts = [
+        *_towers(placement, pp_rank, step_tokens),
+        *_indices(placement, step_tokens),
+        *_records(placement, step_tokens, context_tokens),
+    ]
     nbytes = sum(part for part, _ in parts)
     if nbytes:
         rules = ", ".join(rule for _, rule in parts)
@@ -73,3 +84,11 @@ def _indices(placement: Placement, tokens: int) -> Iterator[tuple[int, str]]:
         here = max(heads // placement.topology.tp, 1)
         aligned = -(-tokens // TOKENS_ALIGNED) * TOKENS_ALIGNED
         yield aligned * here * blocks * INDEX_BYTES, f"{here} heads x {blocks} blocks selected x 4 bytes"
+
+
+def _records(placement: Placement, tokens: int, context_tokens: int) -> Iterator[tuple[int, str]]:
+    """Yield where the records of a whole context are, for every token: once for prefill, once for decoding."""
+    ratios = text_fields(placement.assignment.blueprint.config).get("compress_ratios")
+    if context_tokens and isinstance(ratios, list) and RECORD_TOKENS in ratios:
+        records = round_up(-(-context_tokens // RECORD_TOKENS), RECORDS_ALIGNED)
+        yield 2 * tokens * records * INDEX_BYTES, f"2 x {records} records of {RECORD_TOKENS} tokens x 4 bytes"
