@@ -75,6 +75,7 @@ class Machine:
         monkeypatch.setenv("PATH", f"{engine.parent}{os.pathsep}{os.environ['PATH']}")
         monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
         monkeypatch.setattr("tonnage.serve.process._LEFT_SECONDS", 0.2)
+        monkeypatch.setattr("tonnage.serve.run._MOST_QUIET_SECONDS", PATIENCE)
         monkeypatch.setattr(io, "_ASK_SECONDS", PATIENCE)  # the answer of an engine that has one is waited for
 
     def words(self, package: Path, *words: object) -> list[str]:

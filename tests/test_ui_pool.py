@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from samples import LLAMA, PATIENCE, until
+from samples import LLAMA, PATIENCE
 from tonnage.ui import app as application
 from tonnage.ui.app import make_app
 from tonnage.ui.examples import EXAMPLES
@@ -101,12 +101,11 @@ def test_a_worker_that_ends_is_replaced(caplog):
 
 def test_a_worker_that_ended_while_nobody_asked_is_no_failure_of_the_next_question():
     async def use(pool):
-        (pid,) = children() - others
-        os.kill(pid, signal.SIGKILL)
-        await asyncio.to_thread(until, lambda: pid not in children())
+        (process,) = pool._all
+        os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
         return (await pool.ask(GPUS)).status
 
-    others = children()
     assert with_pool(use) == 200
 
 

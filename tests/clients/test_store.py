@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from packages import make_package
-from samples import COMMAND, LLAMA, PATIENCE, file_contents, prepare_small, until
+from samples import COMMAND, LLAMA, PATIENCE, ask, file_contents, prepare_small, until
 from servers import hub
 from tonnage.errors import SourceError
 from tonnage.export.manifest import PackageError
@@ -40,23 +40,15 @@ class Gate:
     def __init__(self) -> None:
         self.app: Any = None
         self._shut: Callable[[dict[str, str]], bool] = lambda _: False
-        self._lock, self._reached, self._over = threading.Lock(), threading.Event(), threading.Event()
-        self._inside = 0
+        self._reached, self._over = threading.Event(), threading.Event()
 
     def __call__(self, environ: dict[str, str], start_response: Any) -> Any:
-        with self._lock:
-            is_shut = self._shut(environ)
-            self._inside += not is_shut
-        if is_shut:
-            self._reached.set()
-            self._over.wait(PATIENCE)
-            start_response("503 Slow Down", [("Content-Length", "0")])
-            return [b""]
-        try:
+        if not self._shut(environ):
             return self.app(environ, start_response)
-        finally:
-            with self._lock:
-                self._inside -= 1
+        self._reached.set()
+        self._over.wait(PATIENCE)
+        start_response("503 Slow Down", [("Content-Length", "0")])
+        return [b""]
 
     def ended_at(self, shut: Callable[[dict[str, str]], bool], *words: object, number: int = signal.SIGKILL) -> bool:
         """Run the command until a request waits, and end it and its workers then; say whether one did."""
@@ -71,9 +63,10 @@ class Gate:
         if reached:
             os.killpg(process.pid, number)
         _, said = process.communicate(timeout=PATIENCE)
-        self._shut = lambda _: False
         self._over.set()
-        until(lambda: not self._inside)  # what was let in is done, whoever sent it
+        ask("GET", os.environ["AWS_ENDPOINT_URL"])  # whatever was sent before is being answered,
+        until(lambda: not any("process_request" in thread.name for thread in threading.enumerate()))  # and that is over
+        self._shut = lambda _: False
         if reached:
             assert process.returncode == (-number if number == signal.SIGKILL else ENDED[number][0]), said
             assert number == signal.SIGKILL or said.splitlines()[-1] == ENDED[number][1]

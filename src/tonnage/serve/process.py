@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import threading
@@ -89,10 +90,20 @@ class EngineProcess:
         wait_for_ended(self._others, self.pid)
 
     def wait_quiet(self, quiet_seconds: float, most_seconds: float) -> None:
-        """Wait until nothing was said for a moment."""
+        """Wait until everything is heard, and nothing more was said for a moment."""
         end = time.monotonic() + most_seconds
-        while time.monotonic() < end and time.monotonic() - self._heard < quiet_seconds and self._listener.is_alive():
+        while time.monotonic() < end and self._listener.is_alive():
+            if not self._is_behind() and time.monotonic() - self._heard >= quiet_seconds:
+                break
             time.sleep(_STEP_SECONDS)
+
+    def _is_behind(self) -> bool:
+        """Whether the engine said something that the listener has not come to: the machine may be busy."""
+        assert self._process.stdout is not None
+        try:
+            return bool(select.select((self._process.stdout,), (), (), 0)[0])
+        except (OSError, ValueError):  # closed: there is no more
+            return False
 
     def end(self, grace_seconds: float, hurried: Callable[[], bool] = lambda: False) -> None:
         """End every process of the group, and those that left it: asked first, killed when the grace is over.
