@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samples import prepare_small, without_privilege
+from tonnage import cli
 from tonnage.cli.options import json_text
 
 Tonnage = Callable[..., subprocess.CompletedProcess[str]]
@@ -78,6 +81,20 @@ def test_a_path_the_system_refuses_is_one_line(tonnage: Tonnage, tmp_path: Path)
         done = tonnage(*words)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), (words, done.stderr)
         assert said in done.stderr
+
+
+def test_memory_that_the_system_refuses_is_called_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(cli, "app", refused)
+    before = signal.getsignal(signal.SIGPIPE)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    signal.signal(signal.SIGPIPE, before)
+    assert (end.value.code, capsys.readouterr().err) == (2, "tonnage: memory: not enough for this process\n")
 
 
 def test_what_may_not_be_read_is_one_line(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -266,6 +268,22 @@ def test_a_server_that_answers_wrong_is_refused_in_one_line(server: Server, wron
     server.trick = on(SHARD, answer)
     assert refusal(server, **HASTE.get(wrong, {})).startswith(line)
     assert server.nbytes < 16 << 20  # what the kernels on both sides hold of an answer that nobody reads
+
+
+def test_a_connection_that_was_hung_up_on_is_made_again_although_sigpipe_kills(server: Server) -> None:
+    def hanging_up(handler: Any, _seen: Seen) -> bool:
+        handler.close_connection = True  # the end of what is sent, and at once that nothing is taken either
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return False
+
+    killed: list[int] = []
+    before = signal.signal(signal.SIGPIPE, lambda number, _: killed.append(number))
+    server.trick = hanging_up
+    try:
+        assert opened(server).name == "m"
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    assert not killed
 
 
 def test_a_server_that_is_slow_a_thousand_times_costs_no_day(server: Server) -> None:

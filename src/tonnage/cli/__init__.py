@@ -6,6 +6,7 @@ contradicts an estimate. Results on stdout, everything else on stderr.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -126,6 +127,8 @@ app.add_typer(calibrations, name="calibrations")
 _NOT_MAPPED = ("failed to map segment", "cannot map zero-fill pages", ": Cannot allocate memory")
 """What the loader of libraries says where there is no memory for one."""
 
+_NO_MEMORY = "memory: not enough for this process"
+
 
 def main() -> None:
     """Run the command; a refusal is printed on stderr, one line per problem, and exits with 2, or with its own status.
@@ -149,7 +152,7 @@ def main() -> None:
     except (ImportError, MemoryError, SystemError) as error:  # the last by code in C that got no memory
         if isinstance(error, ImportError) and not any(words in str(error) for words in _NOT_MAPPED):
             raise
-        _refuse("memory: not enough for this process")
+        _refuse(_NO_MEMORY)
     except RuntimeError as error:
         if "can't start new thread" not in str(error):
             raise
@@ -158,9 +161,16 @@ def main() -> None:
         if _is_of_output(error):
             sys.stdout = None  # nothing is left to flush at exit
             _refuse(f"cannot write the output; found {error.strerror}")
-        named = isinstance(error.filename, str | bytes)
-        where = one_line(os.fsdecode(error.filename)) if named else "a file"
-        _refuse(f"{where}: cannot be used; found {error.strerror or error}")
+        _refuse(_refused_by_the_system(error))
+
+
+def _refused_by_the_system(error: OSError) -> str:
+    """Return what to say of a path, or of memory, that the system refuses."""
+    named = isinstance(error.filename, str | bytes)
+    if error.errno == errno.ENOMEM and not named:
+        return _NO_MEMORY
+    where = one_line(os.fsdecode(error.filename)) if named else "a file"
+    return f"{where}: cannot be used; found {error.strerror or error}"
 
 
 def _open_streams() -> None:

@@ -20,6 +20,7 @@ from tonnage.export.manifest import PackageError
 from tonnage.export.statement import PAYLOAD_TYPE, Signed, read_statement
 from tonnage.export.walk import IGNORED
 from tonnage.prepare.documents import SIGNATURE
+from tonnage.sources.hanging_up import sigpipe_held_back
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -134,7 +135,7 @@ def _sign_with_key(key: ec.EllipticCurvePrivateKey, material: dict[str, Any], si
 
 
 def _sign_with_sigstore(source: Sigstore, signed: Signed) -> bytes:
-    with redirect_stdout(sys.stderr):  # what the user is asked is no result
+    with redirect_stdout(sys.stderr), sigpipe_held_back():  # what the user is asked is no result
         from model_signing._signing import sign_sigstore  # noqa: PLC0415 - an extra, and slow
         from sigstore.errors import Error  # noqa: PLC0415 - an extra
 

@@ -23,6 +23,7 @@ from tonnage.checkpoint.strict_json import parse_object
 from tonnage.errors import Problem, TonnageError
 from tonnage.export.statement import PAYLOAD_TYPE, Signed, read_statement
 from tonnage.prepare.documents import SIGNATURE
+from tonnage.sources.hanging_up import sigpipe_held_back
 
 SIGNATURE_LIMIT_BYTES = 64 << 20
 _MOST_CERTIFICATES = 16
@@ -206,7 +207,7 @@ def _by_identity(raw: bytes, trust: SigstoreIdentity, where: str) -> bytes:
         from tonnage.export.keys import read_key_file  # noqa: PLC0415 - an extra
 
         read_key_file(trust.trust_config)  # bounded; the library reads whatever it is told to
-    with _quiet():
+    with _quiet(), sigpipe_held_back():
         from model_signing._signing import sign_sigstore  # noqa: PLC0415 - an extra, and slow
         from sigstore.errors import Error  # noqa: PLC0415 - an extra
         from sigstore.models import Bundle  # noqa: PLC0415 - an extra

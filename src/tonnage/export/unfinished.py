@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
+from tonnage.sources.hanging_up import sigpipe_held_back
 from tonnage.sources.limits import Limits
 from tonnage.sources.store import endpoint
 
@@ -109,9 +110,10 @@ def _ask(caller: Caller, limits: Limits, method: str, path: str, query: Mapping[
     try:
         now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         headers = signed_headers(caller, method, parts.netloc, target, words, now=now)
-        connection.request(method, f"{target}?{words}", headers=headers)
-        answer = connection.getresponse()
-        content = answer.read(_LIMIT_BYTES)
+        with sigpipe_held_back():
+            connection.request(method, f"{target}?{words}", headers=headers)
+            answer = connection.getresponse()
+            content = answer.read(_LIMIT_BYTES)
     except (OSError, http.client.HTTPException):
         return None
     finally:

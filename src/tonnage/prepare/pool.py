@@ -24,6 +24,7 @@ from tonnage.prepare.io import RESUME, PrepareError
 from tonnage.prepare.journal import JobRecord
 from tonnage.prepare.messages import BUG_STATUS, Progress, Refused, Setup, Task
 from tonnage.prepare.output_dir import end_epoch
+from tonnage.sources.hanging_up import sigpipe_held_back
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -120,21 +121,10 @@ def _hand_out(waiting: Iterator[Task], idle: deque[Worker], busy: dict[Connectio
 
 def _send(worker: Worker, message: Setup | Task) -> None:
     try:
-        with _sigpipe_held_back():
+        with sigpipe_held_back():
             worker.connection.send(message)
     except OSError:
         raise _gone(worker) from None
-
-
-@contextmanager
-def _sigpipe_held_back() -> Iterator[None]:
-    """Let writing to a dead worker fail; the command has SIGPIPE end it, which is meant for its output."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
-    try:
-        yield
-    finally:
-        signal.sigtimedwait({signal.SIGPIPE}, 0)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _receive(worker: Worker) -> Progress | JobRecord | Refused:

@@ -20,6 +20,7 @@ from weakref import finalize
 from tonnage.errors import SourceError, one_line
 from tonnage.sources.answers import AGAIN, MISSING, MOVED, Asked, Head, read_head, refusal, retry_after
 from tonnage.sources.connections import NO_HOST, Connection, Origin, is_no_host, origin_of, target_of
+from tonnage.sources.hanging_up import sigpipe_held_back
 from tonnage.sources.limits import Limits
 from tonnage.sources.transfer import Transfer
 from tonnage.version import __version__
@@ -199,7 +200,8 @@ class _Request:
         seconds = limits.answer_seconds + (len(self._view) - done) / limits.slowest
         connection.clock.deadline = min(time.monotonic() + seconds, self._deadline)
         try:
-            return self._receive(connection, connection.send(target_of(self.url), headers))
+            with sigpipe_held_back():
+                return self._receive(connection, connection.send(target_of(self.url), headers))
         except ssl.SSLCertVerificationError as error:
             expected = "a certificate this machine trusts (SSL_CERT_FILE names more)"
             found = error.verify_message

@@ -29,6 +29,7 @@ from huggingface_hub.errors import (
 from tonnage.errors import Problem, SourceError, one_line
 from tonnage.sources.answers import AGAIN, Asked, retry_after
 from tonnage.sources.connections import NO_HOST, Origin, is_header_text, is_no_host, origin_of
+from tonnage.sources.hanging_up import sigpipe_held_back
 from tonnage.sources.http import WebClient
 from tonnage.sources.limits import ALLOW_HTTP, Limits, is_set
 from tonnage.sources.local import LocalSource
@@ -253,7 +254,7 @@ def _asked(text: str, ask: Callable[[], Any], limits: Limits, transfer: Transfer
     while True:
         attempt += 1
         try:
-            with _bounded(text, limits, transfer):
+            with sigpipe_held_back(), _bounded(text, limits, transfer):
                 return ask()
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError, *_NO_HUB) as error:
             final = _final(text, error)
