@@ -36,6 +36,12 @@ SLOW = Question(
 """Seconds of work: thousands of plans of thousands of layers."""
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a worker ended is known when the system says it, however busy the machine is."""
+    monkeypatch.setattr("tonnage.ui.pool._ENDING_SECONDS", PATIENCE)
+
+
 def with_pool(use, **settings: Any):
     """Run something with a pool, and return what it returns; no worker is left."""
 
