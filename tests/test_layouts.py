@@ -123,16 +123,21 @@ def test_side_files_come_along_as_they_are(tmp_path: Path) -> None:
 # An unsharded checkpoint
 
 
-@pytest.mark.parametrize("style", ["compressed-tensors", "modelopt"])
+GEMMA = "google__gemma-4-26B-A4B"
+OTHERS = [
+    "Qwen__Qwen3-0.6B",
+    "Qwen__Qwen3-30B-A3B",
+    "deepseek-ai__DeepSeek-V2-Lite",
+    "nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "nvidia__Llama-3_3-Nemotron-Super-49B-v1",
+]
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "style"),
     [
-        "Qwen__Qwen3-0.6B",
-        "Qwen__Qwen3-30B-A3B",
-        "deepseek-ai__DeepSeek-V2-Lite",
-        "google__gemma-4-26B-A4B",
-        "nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-        "nvidia__Llama-3_3-Nemotron-Super-49B-v1",
+        *((name, style) for name in OTHERS for style in ("compressed-tensors", "modelopt")),
+        (GEMMA, "compressed-tensors"),
     ],
 )
 def test_an_unsharded_checkpoint_reads_back_as_converted(name: str, style: str, tmp_path: Path) -> None:
@@ -143,6 +148,14 @@ def test_an_unsharded_checkpoint_reads_back_as_converted(name: str, style: str, 
     assert again.payload_bytes == wanted.payload_bytes
     assert formats(again) == formats(wanted)
     assert [note for note in again.notes if "config states" in note] == []
+
+
+def test_a_tower_is_not_announced_in_a_style_that_engines_take_for_plain_there(tmp_path: Path) -> None:
+    checkpoint = rehearsed(fields_of(GEMMA), tmp_path / "c", scaled_down=True)
+    with pytest.raises(UnknownFormatError) as caught:
+        scheduled(checkpoint, layout="hf", quant_style="modelopt", side_files=("config.json",))
+    assert {problem.tensor.partition(".encoder.")[0] for problem in caught.value.problems} == {"model.vision_tower"}
+    assert "a config in the style of modelopt cannot single this module out" in str(caught.value)
 
 
 def formats(assignment: Assignment) -> dict[tuple[str, int | None], str]:
