@@ -59,7 +59,7 @@ def test_share_of_a_gpu_is_beside_the_context_and_may_not_be_free(tonnage):
     assert not any(line["component"] == "runtime.context" for line in plan["ranks"][0]["lines"])
     whole = tonnage(*words, "1.0")
     assert whole.returncode == 3
-    assert "REFUSED: the engine does not start" in whole.stdout
+    assert "REFUSED: the engine may not start" in whole.stdout
     assert "no single change" not in whole.stdout
     most = whole.stdout.split("at most --utilization ")[1].split()[0]
     assert tonnage(*words, most).returncode == 0
@@ -182,15 +182,22 @@ def test_flags_print_the_command_of_a_plan_that_fits(tonnage, engine, starts, wo
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("words", "missing"),
     [
-        ((), "--profile: an engine is told what it is to serve; expected such as c4-p4096"),
-        (("--profile", "c4-p4096"), "--context: an engine is told what it is to serve; expected such as 32k"),
+        ((), ("--profile", "--context", "--gpu, --supply, --free")),
+        (("--gpu", "h100"), ("--profile", "--context")),
+        (("--gpu", "h100", "--profile", "c4-p4096"), ("--context",)),
     ],
 )
-def test_flags_want_to_know_what_is_to_be_served(tonnage, words, line):
-    done = tonnage("flags", DENSE, "--engine", "vllm", "--gpu", "h100", *words)
-    assert (done.returncode, done.stderr) == (2, f"tonnage: {line}\n")
+def test_flags_want_to_know_what_is_to_be_served_and_where_and_say_so_at_once(tonnage, words, missing):
+    lines = {
+        "--profile": "tonnage: --profile: an engine is told what it is to serve; expected such as c4-p4096",
+        "--context": "tonnage: --context: an engine is told what it is to serve; expected such as 32k",
+        "--gpu, --supply, --free": "tonnage: --gpu, --supply, --free: a plan is judged first; expected one of them",
+    }
+    done = tonnage("flags", DENSE, "--engine", "vllm", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [lines[option] for option in missing]
 
 
 @pytest.mark.parametrize("given", [("--profile", "c4-p4096"), ("--context", "8k")])
