@@ -139,6 +139,18 @@ def test_what_changes_nothing_without_a_profile_is_said(tonnage):
     assert "--draft-method, --eager change nothing" in " ".join(json.loads(done.stdout)["notes"])
 
 
+def test_a_cache_that_is_given_is_held_without_a_profile_and_said_to_be(tonnage):
+    words = ("plan", DENSE, "--engine", "split", "--kv-bytes", "4GiB")
+    assert "--kv-bytes changes nothing: nothing is said" in tonnage(*words).stdout
+    plan = json.loads(tonnage(*words, "--supply", "24GiB", "--json").stdout)
+    assert plan["ranks"][0]["spare_bytes"] == (20 << 30) - plan["ranks"][0]["fixed_bytes"]
+    said = tonnage(*words, "--supply", "24GiB").stdout
+    assert "--kv-bytes is held as given, whatever it is enough for: nothing is said of what is served" in said
+    assert "change" not in said
+    assert said.rstrip().endswith("; weights and --kv-bytes alone: no cache is planned")
+    assert tonnage(*words, "--supply", "16GiB").returncode == 3
+
+
 def test_fit_is_a_table_of_ways(tonnage):
     done = tonnage("fit", DENSE, "--gpu", "rtx-3090", "--gpus", "4", "--profile", "c2-p2048", "--context", "16384")
     assert done.returncode == 0
