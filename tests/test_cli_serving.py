@@ -193,6 +193,16 @@ def test_flags_print_the_command_of_a_plan_that_fits(tonnage, engine, starts, wo
     assert all(word in command for word in words)
 
 
+def test_a_quantization_of_plain_weights_is_said_not_to_be_planned(tonnage):
+    words = ("--engine", "vllm", *SERVED, "--gpu", "h100", "--model", "org/name", "--quantization", "fp8")
+    said = "note: planned as stored: what --quantization fp8 makes of plain weights is not counted\n"
+    plain = tonnage("flags", DENSE, *words)
+    assert (plain.returncode, plain.stderr) == (0, said)
+    assert plain.stdout.rstrip().endswith("--quantization fp8")
+    stored = tonnage("flags", "tests/data/configs/Qwen__Qwen3-30B-A3B-FP8.json", *words)
+    assert (stored.returncode, stored.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("words", "missing"),
     [

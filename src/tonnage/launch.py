@@ -82,6 +82,8 @@ def launch(  # noqa: PLR0913 - what a plan does not know of a command
         opened, words = converted(request, source)
         if model is None:
             notes.append(f"{opened} stands in for what `{words}` writes; --model says where it is")
+    if quantization and all(entry.fmt.is_plain for entry in plan.placement.assignment.entries):
+        notes.append(f"planned as stored: what --quantization {quantization} makes of plain weights is not counted")
     if request.draft_bytes:
         notes.append(
             f"{request.draft_bytes:,} bytes are left for a draft, which the command does not name; --draft does"
