@@ -59,7 +59,7 @@ def test_share_of_a_gpu_is_beside_the_context_and_may_not_be_free(tonnage):
     assert not any(line["component"] == "runtime.context" for line in plan["ranks"][0]["lines"])
     whole = tonnage(*words, "1.0")
     assert whole.returncode == 3
-    assert "REFUSED: the engine does not start" in whole.stdout
+    assert "REFUSED: the engine may not start" in whole.stdout
     assert "no single change" not in whole.stdout
     most = whole.stdout.split("at most --utilization ")[1].split()[0]
     assert tonnage(*words, most).returncode == 0
@@ -139,6 +139,18 @@ def test_what_changes_nothing_without_a_profile_is_said(tonnage):
     assert "--draft-method, --eager change nothing" in " ".join(json.loads(done.stdout)["notes"])
 
 
+def test_a_cache_that_is_given_is_held_without_a_profile_and_said_to_be(tonnage):
+    words = ("plan", DENSE, "--engine", "split", "--kv-bytes", "4GiB")
+    assert "--kv-bytes changes nothing: nothing is said" in tonnage(*words).stdout
+    plan = json.loads(tonnage(*words, "--supply", "24GiB", "--json").stdout)
+    assert plan["ranks"][0]["spare_bytes"] == (20 << 30) - plan["ranks"][0]["fixed_bytes"]
+    said = tonnage(*words, "--supply", "24GiB").stdout
+    assert "--kv-bytes is held as given, whatever it is enough for: nothing is said of what is served" in said
+    assert "change" not in said
+    assert said.rstrip().endswith("; weights and --kv-bytes alone: no cache is planned")
+    assert tonnage(*words, "--supply", "16GiB").returncode == 3
+
+
 def test_fit_is_a_table_of_ways(tonnage):
     done = tonnage("fit", DENSE, "--gpu", "rtx-3090", "--gpus", "4", "--profile", "c2-p2048", "--context", "16384")
     assert done.returncode == 0
@@ -181,16 +193,33 @@ def test_flags_print_the_command_of_a_plan_that_fits(tonnage, engine, starts, wo
     assert all(word in command for word in words)
 
 
+def test_a_quantization_of_plain_weights_is_said_not_to_be_planned(tonnage):
+    words = ("--engine", "vllm", *SERVED, "--gpu", "h100", "--model", "org/name", "--quantization", "fp8")
+    said = "note: planned as stored: what --quantization fp8 makes of plain weights is not counted\n"
+    plain = tonnage("flags", DENSE, *words)
+    assert (plain.returncode, plain.stderr) == (0, said)
+    assert plain.stdout.rstrip().endswith("--quantization fp8")
+    stored = tonnage("flags", "tests/data/configs/Qwen__Qwen3-30B-A3B-FP8.json", *words)
+    assert (stored.returncode, stored.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("words", "missing"),
     [
-        ((), "--profile: an engine is told what it is to serve; expected such as c4-p4096"),
-        (("--profile", "c4-p4096"), "--context: an engine is told what it is to serve; expected such as 32k"),
+        ((), ("--profile", "--context", "--gpu, --supply, --free")),
+        (("--gpu", "h100"), ("--profile", "--context")),
+        (("--gpu", "h100", "--profile", "c4-p4096"), ("--context",)),
     ],
 )
-def test_flags_want_to_know_what_is_to_be_served(tonnage, words, line):
-    done = tonnage("flags", DENSE, "--engine", "vllm", "--gpu", "h100", *words)
-    assert (done.returncode, done.stderr) == (2, f"tonnage: {line}\n")
+def test_flags_want_to_know_what_is_to_be_served_and_where_and_say_so_at_once(tonnage, words, missing):
+    lines = {
+        "--profile": "tonnage: --profile: an engine is told what it is to serve; expected such as c4-p4096",
+        "--context": "tonnage: --context: an engine is told what it is to serve; expected such as 32k",
+        "--gpu, --supply, --free": "tonnage: --gpu, --supply, --free: a plan is judged first; expected one of them",
+    }
+    done = tonnage("flags", DENSE, "--engine", "vllm", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [lines[option] for option in missing]
 
 
 @pytest.mark.parametrize("given", [("--profile", "c4-p4096"), ("--context", "8k")])

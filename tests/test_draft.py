@@ -581,7 +581,10 @@ def test_draft_its_recipe_does_not_describe_is_refused(name: str, changes: dict[
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"method": "mtp", "tokens": 0}, "out of range"),
     "too many tokens": ({"method": "mtp", "tokens": 1025}, "out of range"),
-    "no checkpoint": ({"method": "eagle3", "tokens": 3}, "eagle3 reads draft checkpoint"),
+    "no checkpoint": (
+        {"method": "eagle3", "tokens": 3},
+        "eagle3 reads a draft checkpoint; expected a draft checkpoint (--draft)",
+    ),
     "a checkpoint for MTP": ({"method": "mtp", "tokens": 3, "checkpoint": LLAMA_HEAD}, "mtp reads no draft checkpoint"),
     "no MTP layers": ({"method": None, "tokens": 3}, "no MTP layers in its config"),
     "no MTP layers in its files": (

@@ -159,10 +159,17 @@ def test_every_field_of_the_identity_counts_and_is_named(name: str) -> None:
     now = replace(IDENTITY, **{name: OTHER.get(name, "other")})
     with pytest.raises(TonnageError) as caught:
         check_identity(IDENTITY, now, where="out")
-    then = getattr(IDENTITY, name)
+    then, called = getattr(IDENTITY, name), "choice of ranks" if name == "ranks" else name
     assert str(caught.value) == (
-        f"out: begun with another {name}; --force starts over; expected as then: {then}; found now: {OTHER.get(name, 'other')}"
+        f"out: begun with another {called}; --force starts over; expected as then: {then}; found now: {OTHER.get(name, 'other')}"
     )
+
+
+def test_a_schedule_that_follows_from_what_is_named_is_not_named_as_well() -> None:
+    with pytest.raises(TonnageError) as caught:
+        check_identity(IDENTITY, replace(IDENTITY, topology="tp4", schedule="other"), where="out")
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("out: begun with another topology; ")
 
 
 def test_changed_sources_are_named_with_what_changed() -> None:

@@ -225,6 +225,14 @@ def test_refusal_names_the_tensor_and_the_sizes_that_work(
     assert str(refusal.value).startswith(f"--tp {tp} --engine {name}: tensor-parallel sizes that work: {works}\n")
 
 
+def test_tensors_beyond_those_that_are_named_are_counted() -> None:
+    with pytest.raises(PlacementError) as refusal:
+        place(config_of("meta-llama__Llama-3.1-70B-Instruct"), Topology(tp=6), engine("vllm"))
+    _sizes, *named, last = str(refusal.value).splitlines()
+    assert len(named) == 6
+    assert last == "--tp 6 --engine vllm: and 1 more tensor"
+
+
 def test_no_width_that_leaves_channels_out() -> None:
     fields = {**SMOLLM2_135M, "num_attention_heads": 9, "vocab_size": 49153}
     with pytest.raises(PlacementError, match="49216 elements"):

@@ -24,6 +24,7 @@ from tonnage.checkpoint.config import parse_config
 from tonnage.cli.progress import progress_line
 from tonnage.prepare.run import Standing
 from tonnage.synth.io import RehearsalOptions, write_rehearsal
+from tonnage.units import unit_for
 
 Tonnage = Callable[..., subprocess.CompletedProcess[str]]
 COMMAND = Path(sys.executable).with_name("tonnage")
@@ -178,6 +179,7 @@ def test_a_dry_run_writes_nothing(tonnage: Tonnage, source: Path, tmp_path: Path
     asked = json.loads(
         tonnage("prepare", source, "--tp", "2", "--convert", "mxfp8", "-o", out, "--dry-run", "--json").stdout
     )
+    assert f" {unit_for(asked['disk_free_bytes'])[0]} free\n" in done.stdout
     document = prepared(tonnage, source, "--tp", "2", "--convert", "mxfp8", "-o", out)
     assert [rank["payload_bytes"] for rank in asked["ranks"]] == [rank["payload_bytes"] for rank in document["ranks"]]
     assert asked["written_bytes"] == sum(len(raw) for name, raw in files(out).items() if name != "prepare.json")
@@ -528,7 +530,7 @@ OPTIONS = {
     "topology": ("--tp", "4"),
     "convert": ("--tp", "2", "--convert", "mxfp8"),
     "hash": ("--tp", "2", "--hash", "sha256"),
-    "ranks": ("--tp", "2", "--ranks", "0"),
+    "choice of ranks": ("--tp", "2", "--ranks", "0"),
 }
 
 

@@ -67,6 +67,7 @@ def test_every_gpu_has_its_own_slug_and_a_supply_below_the_driver_total() -> Non
     assert len({gpu.slug for gpu in gpus}) == len(gpus)
     for gpu in gpus:
         assert find_gpu(gpu.slug) is gpu
+        assert find_gpu(gpu.slug.replace("-", "")) is gpu
         supply = supply_bytes(gpu)
         assert gpu.smi_total_mib is None or supply.nbytes <= gpu.smi_total_mib * MIB
         assert supply.nbytes > gpu.nominal_gb * 800 * MIB
@@ -86,6 +87,9 @@ NAMES = {
     "RTX PRO 6000 Blackwell 96GB": "rtx-pro-6000",
     "RTX 5090 32GB": "rtx-5090",
     "GeForce RTX 3090 24GB": "rtx-3090",
+    "RTX4090": "rtx-4090",
+    "rtxpro6000": "rtx-pro-6000",
+    "GeForce RTX4090": "rtx-4090",
 }
 
 
@@ -94,7 +98,9 @@ def test_a_gpu_is_found_by_slug_name_or_alias(name: str, slug: str) -> None:
     assert find_gpu(name).slug == slug
 
 
-@pytest.mark.parametrize("name", ["H100 96GB", "RTX 5090 Laptop 24GB", "RTX 5090 24GB", "A100"])
+@pytest.mark.parametrize(
+    "name", ["H100 96GB", "RTX 5090 Laptop 24GB", "RTX 5090 24GB", "A100", "4090", "RTX4090D", "RTX3090Ti", ""]
+)
 def test_another_size_or_another_card_is_not_the_one_of_the_table(name: str) -> None:
     with pytest.raises(UnknownGpuError):
         find_gpu(name)

@@ -13,9 +13,13 @@ from tonnage.cli.usage import OURS
 from tonnage.errors import UsageError
 
 REFUSED = {
-    "unknown option": ("plan x --tpp 3", "--tpp: no option of tonnage plan; expected --tp or --pp or --ep"),
+    "unknown option": ("plan x --tpp 3", "--tpp: no option of tonnage plan; expected --tp or --pp\n"),
     "nothing is near": ("gpus --zzz", "--zzz: no option of tonnage gpus; expected tonnage gpus [OPTIONS]; see tonnage gpus -h"),
     "name of vLLM": ("plan x --max-model-len 9", "--max-model-len: no option of tonnage plan; expected --context"),
+    "value that the source has": ("plan x --dtype half", "--dtype: no option of tonnage plan; expected SOURCE of that dtype"),
+    "only the dashes are near": ("plan x --output y", "--output: no option of tonnage plan; expected tonnage plan [OPTIONS] "),
+    "short for a name of vLLM": ("plan x --tensor-parallel 8", "--tensor-parallel: no option of tonnage plan; expected --tp\n"),
+    "misspelt name of vLLM": ("fit x --max-modle-len 8", "--max-modle-len: no option of tonnage fit; expected --context\n"),
     "spelled as in Python": ("fit x --max_num_seqs=9", "--max_num_seqs: no option of tonnage fit; expected --profile cC-pP"),
     "for the engine": ("serve x --zzz", "--zzz: no option of tonnage serve; expected -- before what is for the engine"),
     "before the command": ("--json plan x", "--json: no option of tonnage; expected it behind the command"),

@@ -688,7 +688,7 @@ def test_another_tp_is_refused(original: Path, check) -> None:
 def test_a_rank_beyond_the_topology_is_an_option_that_cannot_be_used(original: Path, check) -> None:
     with pytest.raises(UnitError) as refusal:
         check(original, ranks=(1, 2, 7))
-    assert str(refusal.value) == "--rank: no such rank in this topology; expected 0 to 1; found 2, 7"
+    assert str(refusal.value) == "--rank, --ranks: no such rank in this topology; expected 0 to 1; found 2, 7"
 
 
 def test_a_rank_of_the_topology_that_the_package_has_not_got_is_refused(tmp_path: Path, keys, check) -> None:

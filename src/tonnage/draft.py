@@ -156,7 +156,9 @@ def draft_of(
     method = method or (method_of(checkpoint) if checkpoint is not None else "mtp")
     if (checkpoint is None) == (method in OWN_CHECKPOINT):
         wanted = "a draft checkpoint (--draft)" if checkpoint is None else f"--draft-method {method} alone"
-        raise _refused("--draft", f"{method} reads {'' if checkpoint is None else 'no '}draft checkpoint", wanted, None)
+        raise _refused(
+            "--draft", f"{method} reads {'a' if checkpoint is None else 'no'} draft checkpoint", wanted, None
+        )
     draft = Draft(method=method, tokens=tokens, sampled=sampled)
     if method in WITHOUT_MODEL:
         return draft

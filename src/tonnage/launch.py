@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from tonnage.draft import method_of
-from tonnage.errors import FlagsError, Problem, UnitError
+from tonnage.errors import FlagsError, Problem, UnitError, raise_if_any
 from tonnage.flags.command import serve_command
 from tonnage.flags.from_plan import serve_plan
 from tonnage.flags.values import DraftPlan
@@ -37,11 +37,15 @@ def check_judged(request: PlanRequest) -> None:
         ("--profile", profile.concurrency, "such as c4-p4096"),
         ("--context", profile.context_tokens, "such as 32k"),
     )
-    for option, value, expected in said:
-        if not value:
-            raise UnitError(Problem(where=option, what="an engine is told what it is to serve", expected=expected))
+    problems = [
+        Problem(where=option, what="an engine is told what it is to serve", expected=expected)
+        for option, value, expected in said
+        if not value
+    ]
     if request.supply is None:
-        raise UnitError(Problem(where="--gpu, --supply, --free", what="a plan is judged first", expected="one of them"))
+        judged = "a plan is judged first"
+        problems.append(Problem(where="--gpu, --supply, --free", what=judged, expected="one of them"))
+    raise_if_any(UnitError, problems)
 
 
 def launch(  # noqa: PLR0913 - what a plan does not know of a command
@@ -78,6 +82,8 @@ def launch(  # noqa: PLR0913 - what a plan does not know of a command
         opened, words = converted(request, source)
         if model is None:
             notes.append(f"{opened} stands in for what `{words}` writes; --model says where it is")
+    if quantization and all(entry.fmt.is_plain for entry in plan.placement.assignment.entries):
+        notes.append(f"planned as stored: what --quantization {quantization} makes of plain weights is not counted")
     if request.draft_bytes:
         notes.append(
             f"{request.draft_bytes:,} bytes are left for a draft, which the command does not name; --draft does"

@@ -16,6 +16,7 @@ from tonnage.engines.model import Deal, EngineModel, Extra, How
 from tonnage.errors import PlacementError, Problem
 from tonnage.shares import NOTHING, Grains, Piece, Share, Shares, axis_grains
 from tonnage.topology import Topology, stage_layers
+from tonnage.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -151,7 +152,7 @@ def place(assignment: Assignment, topology: Topology, engine: EngineModel, *, na
         where = f"--tp {topology.tp} --engine {engine.name}"
         sizes = "tensor-parallel sizes that work: " + (", ".join(works) or "none of those tried")
         more = (
-            [Problem(where=where, what=f"and {len(problems) - MOST_NAMED} more tensors")]
+            [Problem(where=where, what=f"and {counted(len(problems) - MOST_NAMED, 'more tensor')}")]
             if len(problems) > MOST_NAMED
             else []
         )

@@ -177,8 +177,8 @@ class Plan:
 
         less = _more(supply.nbytes, free)
         most = f"; {LOWER_SHARE} {utilization_text(Fraction(free, supply.whole_bytes))}" if free > 0 else ""
-        outside_is = "beside its context, and graphs before vLLM 0.21"
-        return (f"the engine does not start: {supply.source} is {less} {outside_is}{most}",)
+        beside = "sure to be free beside its context (and graphs, before vLLM 0.21)"
+        return (f"the engine may not start: {supply.source} is {less} {beside}{most}",)
 
     def _short(self, supply: Supply) -> tuple[str, ...]:
         ledger = self.ranks[self.binding_rank]

@@ -84,12 +84,15 @@ def _served_only(request: PlanRequest) -> Iterator[str]:
         "--eager": request.eager,
         "--context": profile.context_tokens,
         "--kv-dtype": profile.kv_dtype,
-        "--kv-bytes": request.kv_bytes,
+        "--kv-bytes": request.kv_bytes if request.supply is None else None,
     }
     unused = [name for name, value in asked.items() if value]
+    missing = "--profile and --context" if request.engine == "split" else "--profile, --context or --kv-dtype"
+    unsaid = f"nothing is said of what is served ({missing})"
     if unused:
-        missing = "--profile and --context" if request.engine == "split" else "--profile, --context or --kv-dtype"
-        yield f"{', '.join(unused)} change nothing: nothing is said of what is served ({missing})"
+        yield f"{', '.join(unused)} {'changes' if len(unused) == 1 else 'change'} nothing: {unsaid}"
+    if request.kv_bytes and request.supply is not None:
+        yield f"--kv-bytes is held as given, whatever it is enough for: {unsaid}"
 
 
 def _left_plain(assignment: Assignment) -> dict[str, int]:

@@ -18,7 +18,7 @@ MOST_LOG_BYTES = 1 << 26
 
 
 def fit_terms(
-    logs: Annotated[Path, typer.Argument(help="Logs, one JSON object per line.")],
+    logs: Annotated[Path, typer.Argument(metavar="LOGS", help="Logs, one JSON object per line.")],
     output: Annotated[
         Path,
         typer.Option(

@@ -231,8 +231,8 @@ def _emit_dry_run(preparation: Preparation, *, force: bool, as_json: bool) -> No
     else:
         _emit_table(rows, ("rank", "planned_bytes", "payload_bytes", "files"))
         _emit_conversion(preparation)
-        unit, text = unit_for(needed)
-        emit(f"disk: {text(needed)} {unit} needed, {text(free)} {unit} free")
+        (unit, text), (unit_free, text_free) = unit_for(needed), unit_for(free)
+        emit(f"disk: {text(needed)} {unit} needed, {text_free(free)} {unit_free} free")
         if survey.remote:
             unit, text = unit_for(survey.transfer_bytes)
             emit(f"network: {text(survey.transfer_bytes)} {unit} to be read{_read_why(preparation)}")

@@ -26,6 +26,7 @@ OURS = {
     "--revision": "SOURCE as hf:ORG/NAME@REVISION",
     "--max-model-len": "--context",
     "--context-length": "--context",
+    "--max-seq-len": "--context",
     "--max-num-seqs": "--profile cC-pP",
     "--max-running-requests": "--profile cC-pP",
     "--concurrency": "--profile cC-pP",
@@ -35,6 +36,11 @@ OURS = {
     "--mem-fraction-static": "--supply SIZE, of which `tonnage flags` makes it",
     "--tensor-parallel-size": "--tp",
     "--tp-size": "--tp",
+    "--gpus": "--tp",
+    "--num-gpus": "--tp",
+    "--data-parallel-size": "--tp and --pp of one replica",
+    "--dp-size": "--tp and --pp of one replica",
+    "--dp": "--tp and --pp of one replica",
     "--pipeline-parallel-size": "--pp",
     "--pp-size": "--pp",
     "--expert-parallel-size": "--ep",
@@ -43,8 +49,11 @@ OURS = {
     "--decode-context-parallel-size": "--dcp",
     "--kv-cache-dtype": "--kv-dtype",
     "--kv-cache-memory-bytes": "--kv-bytes",
+    "--dtype": "SOURCE of that dtype",
+    "--quantization": "SOURCE that is quantized so, or --convert",
     "--enforce-eager": "--eager",
     "--disable-cuda-graph": "--eager",
+    "--speculative-config": "--draft",
     "--speculative-draft-model-path": "--draft",
     "--speculative-algorithm": "--draft-method",
     "--speculative-num-draft-tokens": "--draft-tokens",
@@ -141,13 +150,20 @@ def _option(name: str, context: Any) -> str | None:
     params = context.command.get_params(context)
     options = [option for param in params for option in param.opts if option.startswith("-")]
     metavars = [param.metavar for param in params if param.metavar]
-    ours = OURS.get(name.replace("_", "-"), "")
-    if ours.partition(" ")[0] in {*options, *metavars}:
+    ours = _of_engine(name, {*options, *metavars}, alike=1)
+    if ours:
         return ours
-    near = _nearest(name, options)
+    near = _nearest(name, options) or _of_engine(name, {*options, *metavars}, alike=0.8)
     if any(metavar.startswith("[--") for metavar in metavars):
         return f"{f'{near}, or ' if near else ''}-- before what is for the engine"
     return near
+
+
+def _of_engine(name: str, has: Iterable[str], *, alike: float) -> str | None:
+    """Return what stands here for an option of an engine that is spelled so, or for 1 > ``alike`` much like it."""
+    theirs = get_close_matches(name.replace("_", "-"), OURS, n=1, cutoff=alike)
+    ours = OURS[theirs[0]] if theirs else ""
+    return ours if ours.partition(" ")[0] in has else None
 
 
 def _commands(context: Any) -> Iterable[Any]:
@@ -155,7 +171,9 @@ def _commands(context: Any) -> Iterable[Any]:
 
 
 def _nearest(word: str, known: Iterable[str]) -> str | None:
-    return " or ".join(get_close_matches(word, sorted(known), n=3)) or None
+    """Return the names that are near; their dashes, which all have, make none of them nearer."""
+    bare = {name.lstrip("-"): name for name in sorted(known)}
+    return " or ".join(bare[name] for name in get_close_matches(word.lstrip("-"), bare, n=3)) or None
 
 
 def _called(context: Any) -> str:

@@ -303,7 +303,9 @@ def _check_ranks(request: VerifyRequest, world_size: int) -> None:
     beyond = sorted(rank for rank in set(request.ranks or ()) if rank >= world_size)
     if beyond:
         expected, found = f"0 to {world_size - 1}", ", ".join(map(str, beyond[:_MOST_NAMED]))
-        raise UnitError(Problem(where="--rank", what="no such rank in this topology", expected=expected, found=found))
+        raise UnitError(
+            Problem(where="--rank, --ranks", what="no such rank in this topology", expected=expected, found=found)
+        )
 
 
 def _named(where: str, what: str, names: Collection[str]) -> Iterator[Problem]:

@@ -148,7 +148,7 @@ def gpu_table() -> GpuTable:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the one GPU with this slug, name or alias; case, blanks and dashes do not matter.
+    """Return the one GPU with this slug, name or alias; case, blanks and dashes do not matter (``rtx4090``).
 
     What the entry itself says may stand beside the name: ``H100 80GB HBM3``.
 
@@ -159,6 +159,7 @@ def find_gpu(name: str) -> Gpu:
     gpus = gpu_table().gpus
     found = [gpu for gpu in gpus if wanted in map(_key, gpu.names)]
     found = found or [gpu for gpu in gpus if _bare(name, gpu) in {_bare(known, gpu) for known in gpu.names}]
+    found = found or [gpu for gpu in gpus if _run_together(name) in map(_run_together, gpu.names)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -234,6 +235,10 @@ def _bare(name: str, gpu: Gpu) -> str:
     """Return a name without maker, size, architecture and memory, where they are those of the GPU."""
     said = {"nvidia", "amd", f"{gpu.nominal_gb}gb", *_key(f"{gpu.arch} {gpu.memory_type}").split("-")}
     return "-".join(word for word in _key(name).split("-") if word not in said)
+
+
+def _run_together(name: str) -> str:
+    return _key(name).replace("-", "")
 
 
 def _key(name: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tonnage.errors import Problem
+from tonnage.errors import Problem, raise_if_any
 from tonnage.prepare.io import PrepareError, shown, sync_directory, write_whole, writing
 from tonnage.prepare.output_dir import check_single
 from tonnage.sources.model import FileFacts
@@ -31,6 +31,7 @@ OUTPUTS_SCHEMA = "tonnage.outputs/1"
 
 JOURNAL_LIMIT_BYTES = 2 << 30
 _START_OVER = "--force starts over"
+_CALLED = {"ranks": "choice of ranks"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,21 +250,25 @@ def check_identity(then: Identity, now: Identity, *, where: str) -> None:
     """Refuse to continue what was begun as something else.
 
     Raises:
-        PrepareError: Naming every field that differs, as it was and as it is.
+        PrepareError: Naming every field that differs, as it was and as it is; the schedule, which follows from the
+            others, if it alone does.
     """
-    problems = tuple(_differences(then, now, where))
-    if problems:
-        raise PrepareError(*problems)
+    raise_if_any(PrepareError, _differences(then, now, where))
+    raise_if_any(PrepareError, _field_difference(then, now, where, "schedule"))
 
 
 def _differences(then: Identity, now: Identity, where: str) -> Iterator[Problem]:
     for field in fields(Identity):
         if field.name == "sources":
             yield from _source_differences(then, now, where)
-            continue
-        before, after = getattr(then, field.name), getattr(now, field.name)
-        if before != after:
-            yield _difference(where, field.name, str(before), str(after))
+        elif field.name != "schedule":
+            yield from _field_difference(then, now, where, field.name)
+
+
+def _field_difference(then: Identity, now: Identity, where: str, name: str) -> Iterator[Problem]:
+    before, after = getattr(then, name), getattr(now, name)
+    if before != after:
+        yield _difference(where, _CALLED.get(name, name), str(before), str(after))
 
 
 def _source_differences(then: Identity, now: Identity, where: str) -> Iterator[Problem]:

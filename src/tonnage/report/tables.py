@@ -222,8 +222,9 @@ def _verdict(plan: Plan, suggestions: Sequence[str]) -> Text:
         unit, short = unit_for(plan.supply.nbytes)
         supply = f"supply {short(plan.supply.nbytes)} {unit} ({plan.supply.basis}: {plan.supply.source})"
         if plan.fits:
-            alone = "" if plan.ranks[plan.binding_rank].service else "; weights alone: no cache is planned"
-            verdict = f"FITS: spare {short(spare)} {unit} on rank {plan.binding_rank}, {supply}{alone}"
+            alone = "weights alone" if plan.kv_bytes is None else "weights and --kv-bytes alone"
+            beside = "" if plan.ranks[plan.binding_rank].service else f"; {alone}: no cache is planned"
+            verdict = f"FITS: spare {short(spare)} {unit} on rank {plan.binding_rank}, {supply}{beside}"
             return Text(verdict, style="bold green")
     if plan.fits is None:
         return Text("no --gpu or --supply given, so no verdict")
