@@ -162,6 +162,24 @@ def test_fused_parts_are_one_tensor_and_experts_of_a_layer_are_one():
     assert held == placed(LLAMA).module_bytes(0, 0)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "google__gemma-4-E4B-it",
+        "Kimi-K3",
+        "nvidia__Qwen3.6-35B-A3B-NVFP4",
+        "nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4",
+    ],
+)
+def test_tensors_of_a_stage_add_up_to_what_is_placed_on_it(name, engine):
+    placement = placed(json.loads((CONFIGS / f"{name}.json").read_text()), pp=2, engine=engine)
+    for stage in range(2):
+        rows = sum(placement.extra_multiplicity(x, stage) * x.nbytes[0] for x in placement.extras if x.part_of)
+        held = sum(tensor.nbytes * tensor.count for tensor in held_tensors(placement, stage, 0))
+        assert held == placement.module_bytes(stage, 0) + rows
+
+
 def test_rows_an_engine_builds_unused_are_in_the_tensor_they_widen():
     fields = json.loads((CONFIGS / "google__gemma-4-E4B-it.json").read_text())
 

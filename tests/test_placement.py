@@ -292,6 +292,9 @@ def test_modelopt_has_scalars_for_latents_whatever_the_cache() -> None:
     placement = quantized("zai-org__GLM-5.1", quant_method="modelopt", quant_algo="NVFP4", group_size=16)
     (scalars,) = (extra for extra in placement.extras if extra.component == "engine.kv_scales")
     assert (len(scalars.first), scalars.nbytes) == (78, (8,))  # q, k, v and probabilities in BF16
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}, "kv_cache_quant_algo": "FP8"}
+    for stated in ({"quant_method": "modelopt", **mixed}, {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}):
+        assert "engine.kv_scales" not in {extra.component for extra in quantized("zai-org__GLM-5.1", **stated).extras}
 
 
 def test_towers_that_vllm_builds_plain_are_planned_plain() -> None:

@@ -250,6 +250,15 @@ def test_patterns_of_gptq_leave_modules_plain_or_give_them_sizes_of_their_own() 
     assert {name: scheme.format_of(name, "linear").name for name in names} == names
 
 
+def test_patterns_of_gptq_pack_nothing_that_is_left_plain() -> None:
+    stated = {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*": {"bits": 8}}}
+    scheme = parse_quantization(quant(**stated, modules_in_block_to_quantize=["mlp."]))
+    assert scheme.format_of("model.layers.0.mlp.up_proj", "linear").name == "gptq_int8_g128"
+    plain = (("lm_head", "head"), ("visual.blocks.0.mlp.fc1", "tower"), ("model.layers.0.self_attn.q_proj", "linear"))
+    assert all(scheme.format_of(name, kind).is_plain for name, kind in plain)
+    assert parse_quantization(quant(**stated, lm_head=True)).format_of("lm_head", "head").name == "gptq_int8_g128"
+
+
 def test_gptq_leaves_plain_what_its_blocks_do_not_list() -> None:
     blocks = [["self_attn.k_proj", "self_attn.v_proj"], ["mlp.up_proj"]]
     stated = quant(quant_method="gptq", bits=4, group_size=128, modules_in_block_to_quantize=blocks)
@@ -272,6 +281,15 @@ def test_towers_are_plain_where_no_list_says_so() -> None:
     modelopt = parse_quantization(quant(quant_method="modelopt", quant_algo="FP8"))
     assert modelopt.format_of("model.vision_tower.encoder.layers.0.self_attn.q_proj", "tower").is_plain
     assert modelopt.format_of("model.visual.blocks.0.attn.qkv", "tower").name == TENSOR
+    name = "model.vision_tower.encoder.layers.0.self_attn.q_proj"
+    mixed = quant(quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers={name: {"quant_algo": "FP8"}})
+    assert parse_quantization(mixed).format_of(name, "tower").name == TENSOR  # a list by layer says so
+
+
+def test_too_many_patterns_of_gptq_are_counted() -> None:
+    dynamic = {f"-:{number}": {} for number in range(5000)}
+    with pytest.raises(ConfigError, match="dynamic is too long; expected at most 4096 patterns; found 5000"):
+        parse_quantization(quant(quant_method="gptq", bits=4, group_size=128, dynamic=dynamic))
 
 
 HOSTILE: dict[str, dict[str, Any]] = {

@@ -28,6 +28,7 @@ REFUSED = {
     "no integer": ("plan x --tp a", "--tp: cannot be used; expected a valid integer; found 'a'"),
     "no integer, repeatable": ("calibrate x --measured y --tp b", "--tp: cannot be used; expected a valid integer"),
     "no choice": ("export-names x -o y --style a", "--style: cannot be used; expected one of 'exl3', 'vllm-sharded'; found 'a'"),
+    "no choice, with a quote in it": ("export-names x -o y --style a'b", "--style: cannot be used; expected one of 'exl3', 'vllm-sharded'; found \"a'b\""),
     "missing argument": ("compare", "A: missing; expected tonnage compare [OPTIONS] "),
     "missing option": ("prepare x", "--output: missing; expected --output PATH"),
     "missing option without a word for its value": ("join a -o b --part-key c", "--key: missing; expected --key KEY\n"),
@@ -46,6 +47,11 @@ def test_words_that_cannot_be_read_are_refused_in_one_line(tonnage_here, words, 
     assert done.stderr.startswith(f"tonnage: {line}")
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr
+
+
+def test_an_empty_command_is_shown_as_such(tonnage_here):
+    done = tonnage_here("", "x")
+    assert done.stderr == "tonnage: '': no command of tonnage; expected a command out of `tonnage -h`\n"
 
 
 @pytest.mark.parametrize("bound", ["--rank=-1", "--rank=-99999999999999999999999999"])

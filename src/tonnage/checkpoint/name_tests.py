@@ -42,6 +42,7 @@ class NameTest:
 
 EVERYTHING = NameTest(lambda _name, _kind: True)
 EXPERTS = NameTest(lambda _name, kind: kind == "expert")
+HEAD = NameTest(lambda _name, kind: kind == "head")
 NOT_HEAD = NameTest(lambda _name, kind: kind != "head")
 TOWERS = NameTest(lambda _name, kind: kind == "tower")
 

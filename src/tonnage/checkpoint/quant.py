@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tonnage.checkpoint.name_tests import (
     EVERYTHING,
     EXPERTS,
+    HEAD,
     MOST_PATTERNS,
     NOT_HEAD,
     TOWERS,
@@ -39,9 +40,11 @@ from tonnage.formats.storage import StorageFormat, plain
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+Rules = tuple[tuple[NameTest, StorageFormat], ...]
+"""The first test that a module passes says its format."""
 PLAIN = plain()
-UNTOUCHED_BY_MODELOPT = ("vision_tower", "vision_model", "vit_large_projector")
-"""In the names of modules that engines take for plain, whatever a config of modelopt says."""
+_PLAIN_TO_MODELOPT = ("vision_tower", "vision_model", "vit_large_projector")
+"""In the names of modules that engines take for plain where a config of modelopt does not list its layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class QuantScheme:
     """
 
     method: str = "none"
-    rules: tuple[tuple[NameTest, StorageFormat], ...] = ()
+    rules: Rules = ()
     kv_scales: bool = False
     notes: tuple[str, ...] = ()
     rates_unknown: bool = False
@@ -216,7 +219,6 @@ def _ct_fp8(weights: Mapping[str, Any], *, static: bool) -> StorageFormat | None
 def _modelopt(stated: Mapping[str, Any]) -> QuantScheme:
     algo = _text(stated, "quant_algo").upper()
     skipped = excluded(names_in(stated, "exclude_modules") or names_in(stated, "ignore"))
-    towers = spelled_in(UNTOUCHED_BY_MODELOPT)
     kv_scales = bool(stated.get("kv_cache_quant_algo") or stated.get("kv_cache_scheme"))
     if algo == "MIXED_PRECISION":
         layers = stated.get("quantized_layers")
@@ -225,10 +227,9 @@ def _modelopt(stated: Mapping[str, Any]) -> QuantScheme:
         by_format: dict[StorageFormat, list[str]] = {}
         for name, facts in layers.items():
             by_format.setdefault(_modelopt_format(_facts(name, facts)), []).append(name)
-        rules = [(skipped, PLAIN), (towers, PLAIN)]
-        rules += [(listed(names), fmt) for fmt, names in by_format.items()]
+        rules = [(skipped, PLAIN), *((listed(names), fmt) for fmt, names in by_format.items())]
         return QuantScheme(method="modelopt_mixed", rules=tuple(rules), kv_scales=kv_scales)
-    rules = [(skipped, PLAIN), (towers, PLAIN), (EVERYTHING, _modelopt_format(stated))]
+    rules = [(skipped, PLAIN), (spelled_in(_PLAIN_TO_MODELOPT), PLAIN), (EVERYTHING, _modelopt_format(stated))]
     return QuantScheme(method="modelopt", rules=tuple(rules), kv_scales=kv_scales)
 
 
@@ -253,9 +254,8 @@ def _modelopt_format(facts: Mapping[str, Any]) -> StorageFormat:
 
 def _gptq(stated: Mapping[str, Any]) -> QuantScheme:
     fmt = _gptq_format(stated, stated)
-    scheme = _auto(stated, "gptq", fmt)
-    rules = (*_dynamic(stated), *_outside_blocks(stated), *scheme.rules)
-    return replace(scheme, rules=rules, act_order=stated.get("desc_act") is True)
+    some = (*_outside_blocks(stated), *_dynamic(stated))
+    return replace(_auto(stated, "gptq", fmt, some), act_order=stated.get("desc_act") is True)
 
 
 def _gptq_format(facts: Mapping[str, Any], stated: Mapping[str, Any]) -> StorageFormat:
@@ -266,8 +266,10 @@ def _gptq_format(facts: Mapping[str, Any], stated: Mapping[str, Any]) -> Storage
 def _dynamic(stated: Mapping[str, Any]) -> Iterator[tuple[NameTest, StorageFormat]]:
     """Yield what GPTQModel's patterns say of some modules: ``-:`` leaves them plain, others have sizes of their own."""
     patterns = stated.get("dynamic") or {}
-    if not isinstance(patterns, dict) or len(patterns) > MOST_PATTERNS:
-        raise _refusal("dynamic is no object", f"an object of at most {MOST_PATTERNS} patterns", shown(patterns))
+    if not isinstance(patterns, dict):
+        raise _refusal("dynamic is no object", "an object", shown(patterns))
+    if len(patterns) > MOST_PATTERNS:
+        raise _refusal("dynamic is too long", f"at most {MOST_PATTERNS} patterns", str(len(patterns)))
     for pattern, facts in patterns.items():
         test = matched((f"re:{pattern.removeprefix('-:').removeprefix('+:')}",))
         yield test, PLAIN if pattern.startswith("-:") else _gptq_format(_facts(pattern, facts, of="dynamic"), stated)
@@ -293,14 +295,14 @@ def _awq(stated: Mapping[str, Any]) -> QuantScheme:
     return _auto(stated, "awq", fmt)
 
 
-def _auto(stated: Mapping[str, Any], method: str, fmt: StorageFormat) -> QuantScheme:
+def _auto(stated: Mapping[str, Any], method: str, fmt: StorageFormat, some: Rules = ()) -> QuantScheme:
     """Return the scheme of a method that packs the layers of the language model; towers are left as they are.
 
-    No config says so: engines look into the files.
+    No config says so: engines look into the files. What is said of some modules cannot make towers or the head packed.
     """
     ignored = spelled_in(names_in(stated, "modules_to_not_convert"))
-    test = EVERYTHING if stated.get("lm_head") is True else NOT_HEAD
-    return QuantScheme(method=method, rules=((ignored, PLAIN), (TOWERS, PLAIN), (test, fmt)))
+    head: Rules = () if stated.get("lm_head") is True else ((HEAD, PLAIN),)
+    return QuantScheme(method=method, rules=((ignored, PLAIN), (TOWERS, PLAIN), *head, *some, (EVERYTHING, fmt)))
 
 
 def _exl3(stated: Mapping[str, Any]) -> QuantScheme:

@@ -65,7 +65,7 @@ _VALUES = tuple(
     re.compile(pattern, re.DOTALL)
     for pattern in (
         r"Input should be (?P<expected>.+?)(, .*)?",
-        r"(Value error, )?(?P<found>'.*'|-?\d+) is not (?P<expected>(one of|a valid|in the range) .+?)\.?",
+        r"(Value error, )?(?P<found>'.*'|\".*\"|-?\d+) is not (?P<expected>(one of|a valid|in the range) .+?)\.?",
     )
 )
 """How releases of the library word a value that they do not take."""
@@ -93,7 +93,7 @@ class Words(TyperGroup):
         """
         if self.get_command(ctx, args[0]) is None:
             expected = _nearest(args[0], self.list_commands(ctx)) or f"a command out of `{_called(ctx)} -h`"
-            raise UsageError(Problem(where=args[0], what=f"no command of {_called(ctx)}", expected=expected))
+            raise UsageError(Problem(where=args[0] or "''", what=f"no command of {_called(ctx)}", expected=expected))
         return super().resolve_command(ctx, args)
 
 

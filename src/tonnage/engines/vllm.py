@@ -272,8 +272,8 @@ def _rounding(
 def _kv_scalars(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
     """Attention layers of a checkpoint with scaled KV caches own q, k, v and probability scales in the model dtype.
 
-    compressed-tensors: q, k and v scales in F32, and as many zero points in the model dtype. modelopt creates them for
-    latents too, whatever the checkpoint says of its cache.
+    compressed-tensors: q, k and v scales in F32, and as many zero points in the model dtype. modelopt alone, but
+    not its mixed precision, creates them for latents too, whatever the checkpoint says of its cache.
     """
     scheme = assignment.blueprint.scheme
     layers: set[int] = set()
@@ -283,7 +283,7 @@ def _kv_scalars(assignment: Assignment, topology: Topology) -> Iterator[Extra]:
         latent = "kv_b_proj" in entry.module.rule.pattern
         k_proj = entry.module.rule.pattern.endswith((".k_proj", ".qkv_proj"))
         if (k_proj and (scheme.kv_scales or scheme.method in ("fp8", "modelopt", "compressed-tensors"))) or (
-            latent and (scheme.kv_scales or scheme.method.startswith("modelopt"))
+            latent and scheme.method == "modelopt"
         ):
             layers.update(entry.first)
     if layers:

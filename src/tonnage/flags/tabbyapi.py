@@ -23,7 +23,7 @@ CONFIG = "config.yml"
 MODES: dict[DraftMethod, str] = {
     "draft-model": "model", "dflash": "model", "dflash2": "model", "mtp": "mtp", "ngram": "ngram",
 }  # fmt: skip
-"""By the bits of keys and values; drafts have these names only."""
+"""Words of ``draft_model.draft_mode``."""
 
 
 def tabbyapi_command(serve: ServePlan) -> ServeCommand:
