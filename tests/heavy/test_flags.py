@@ -53,7 +53,7 @@ def test_every_flag_arrives_where_it_belongs(parser: FlexibleArgumentParser) -> 
     serve = replace(
         PLAN, topology=Topology(tp=8, ep=8, pp=2, dcp=4), kv_dtype="fp8", kv_bytes=20 << 30, fraction=Fraction("0.9417"),
         page_tokens=64, quantization="compressed-tensors",
-        draft=DraftPlan(method="eagle3", tokens=3, model="org/it's a draft", kv_dtype="bf16"),
+        draft=DraftPlan(method="eagle3", tokens=3, model="org/it's a draft"),
     )  # fmt: skip
     engine = engine_args(parser, serve)
     meant = {
@@ -61,8 +61,7 @@ def test_every_flag_arrives_where_it_belongs(parser: FlexibleArgumentParser) -> 
         "decode_context_parallel_size": 4, "max_model_len": 131_072, "max_num_seqs": 4, "max_num_batched_tokens": 3072,
         "kv_cache_dtype": "fp8", "gpu_memory_utilization": 0.9417, "kv_cache_memory_bytes": 20 << 30, "block_size": 64,
         "quantization": "compressed-tensors", "enforce_eager": False,
-        "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3, "model": "org/it's a draft",
-                               "kv_cache_dtype": "bfloat16"},
+        "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3, "model": "org/it's a draft"},
     }  # fmt: skip
     assert {name: getattr(engine, name) for name in meant} == meant
 
