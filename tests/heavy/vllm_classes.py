@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import vllm_pretences
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -90,7 +90,7 @@ def _build(config: Mapping[str, Any], where: Rank) -> torch.nn.Module:
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), config)
         try:
-            engine = _engine_config(folder, config, where)
+            engine = engine_config(folder, config, where)
             return build_rank(engine, where)
         except (ArithmeticError, AssertionError, ValueError) as error:
             raise Refused(f"{type(error).__name__}: {error}") from error
@@ -107,7 +107,10 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         (folder / "hf_quant_config.json").write_text(json.dumps(config["_hf_quant_config"]))
 
 
-def _engine_config(folder: str, config: Mapping[str, Any], where: Rank) -> VllmConfig:
+def engine_config(
+    folder: str, config: Mapping[str, Any], where: Rank, speculative: dict[str, Any] | None = None
+) -> VllmConfig:
+    """Return what vLLM makes of a directory with this config, and of a draft beside it."""
     longest = config.get("text_config", config).get("max_position_embeddings") or MAX_MODEL_LEN
     return EngineArgs(
         model=folder,
@@ -121,13 +124,14 @@ def _engine_config(folder: str, config: Mapping[str, Any], where: Rank) -> VllmC
         enforce_eager=True,
         max_model_len=min(MAX_MODEL_LEN, longest),
         enable_prefix_caching=False,
+        speculative_config=speculative,
     ).create_engine_config()
 
 
-def build_rank(engine: VllmConfig, where: Rank) -> torch.nn.Module:
-    """Build one rank's model on the meta device."""
+def build_rank(engine: VllmConfig, where: Rank, model_config: ModelConfig | None = None) -> torch.nn.Module:
+    """Build one rank's model on the meta device; that of another config, such as a draft's, where one is given."""
     vllm_pretences.pretend_world(tp=where.tp, pp=where.pp, rank=where.rank)
     engine.parallel_config.rank = where.rank
     dtype = engine.model_config.dtype
     with set_current_vllm_config(engine), set_default_torch_dtype(dtype), torch.device("meta"):
-        return initialize_model(vllm_config=engine, model_config=engine.model_config)
+        return initialize_model(vllm_config=engine, model_config=model_config or engine.model_config)

@@ -10,14 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import vllm.config.vllm as engine_config
 import vllm_classes
-import vllm_pretences
-from vllm.config import set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm_classes import Rank
 
 ENDS = ("embed_tokens", "lm_head", "shared_head.head", "model.embeddings")
@@ -40,25 +34,8 @@ def draft_bytes(config: Mapping[str, Any], where: Rank, method: str, draft: Mapp
         if draft is not None:
             vllm_classes.write_config(Path(beside), draft)
             stated["model"] = beside
-        engine = EngineArgs(
-            model=folder,
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            dtype="bfloat16",
-            tensor_parallel_size=where.tp,
-            pipeline_parallel_size=where.pp,
-            enable_expert_parallel=where.ep,
-            distributed_executor_backend="mp",
-            enforce_eager=True,
-            max_model_len=vllm_classes.MAX_MODEL_LEN,
-            enable_prefix_caching=False,
-            speculative_config=stated,
-        ).create_engine_config()
-        vllm_pretences.pretend_world(tp=where.tp, pp=where.pp, rank=where.rank)
-        engine.parallel_config.rank = where.rank
-        model_config = engine.speculative_config.draft_model_config
-        with set_current_vllm_config(engine), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
-            model = initialize_model(vllm_config=engine, model_config=model_config)
+        engine = vllm_classes.engine_config(folder, config, where, stated)
+        model = vllm_classes.build_rank(engine, where, engine.speculative_config.draft_model_config)
     return sum(
         parameter.numel() * parameter.element_size()
         for name, parameter in model.named_parameters()

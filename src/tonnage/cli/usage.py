@@ -120,14 +120,11 @@ def _problem(error: Any) -> Problem:
         found = _TOO_MANY.fullmatch(error.message)
         what = "too many words" if found else _said(error)
         return Problem(where=called, what=what, expected=usage, found=found and found[1])
-    where = max(param.opts, key=len) if param.param_type_name == "option" else param.metavar or param.name
+    is_option = param.param_type_name == "option"
+    where = max(param.opts, key=len) if is_option else param.metavar or param.name
     if type(error).__name__ == "MissingParameter":
-        is_option = param.param_type_name == "option"
-        return Problem(
-            where=where,
-            what="missing",
-            expected=f"{where} {param.metavar or param.name.upper()}" if is_option else usage,
-        )
+        expected = f"{where} {param.metavar or param.name.upper()}" if is_option else usage
+        return Problem(where=where, what="missing", expected=expected)
     return _bad_value(where, error)
 
 

@@ -68,8 +68,7 @@ def _scalars(entry: Assigned, stored: Stored, local: Local) -> tuple[tuple[int, 
     if stored.dtype != "F32" or parts < 2 or scalars not in ((), (1,)):
         return None
     if entry.module.stack:
-        once = stored.suffix == ".input_scale" and entry.fmt.name == "fp8_e4m3_tensor"
-        return None if once else ((local.experts, parts), "one scalar for every fused part")
+        return None if static else ((local.experts, parts), "one scalar for every fused part")
     return None if expert else ((parts,), "one scalar for every fused part")
 
 

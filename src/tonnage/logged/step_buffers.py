@@ -82,8 +82,10 @@ def _indices(placement: Placement, tokens: int) -> Iterator[tuple[int, str]]:
     heads, blocks = number(sparse, "sparse_num_index_heads"), number(sparse, "sparse_topk_blocks")
     if heads and blocks:
         here = max(heads // placement.topology.tp, 1)
-        aligned = -(-tokens // TOKENS_ALIGNED) * TOKENS_ALIGNED
-        yield aligned * here * blocks * INDEX_BYTES, f"{here} heads x {blocks} blocks selected x 4 bytes"
+        yield (
+            round_up(tokens, TOKENS_ALIGNED) * here * blocks * INDEX_BYTES,
+            f"{here} heads x {blocks} blocks selected x 4 bytes",
+        )
 
 
 def _records(placement: Placement, tokens: int, context_tokens: int) -> Iterator[tuple[int, str]]:

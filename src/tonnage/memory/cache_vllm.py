@@ -62,9 +62,8 @@ class VllmCache:
     @cached_property
     def bytes_per_block(self) -> int:
         """Bytes one block takes on this rank: those of the largest group, or of tuples."""
-        if self.options.tuple_packing and self._has_records:
-            return self._tuples_bytes
-        return max(self._largest_group_bytes, self._tuples_bytes if self.packed_by_release else 0)
+        in_tuples = (self.options.tuple_packing and self._has_records) or self.packed_by_release
+        return self._tuples_bytes if in_tuples else self._largest_group_bytes
 
     @cached_property
     def packed_by_release(self) -> bool:
